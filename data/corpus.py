@@ -1,0 +1,160 @@
+"""Text to train and judge on, as token ids: load_tokens(text, tokenizer) -> (training ids, held-out ids).
+
+`text` is one of
+
+    docs         the documentation strings of the installed standard library, NumPy and PyTorch (the default):
+                 English that is on every machine that can run this, collected here and never stored in the repository
+    wikitext-2   the raw WikiText-2 (Merity et al. 2016), downloaded once; the test set is held out
+    FILE         any UTF-8 text file; the last 10% are held out
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sysconfig
+import types
+import warnings
+import zipfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy
+import torch
+
+from load_weights import download
+
+CACHE = Path(__file__).parent / "cache"
+MIN_CHARS = 200             # a shorter literal is seldom documentation
+RUN = 8                     # held-out documents are compared with the training text in runs of so many words
+WIKITEXT_URL = "https://huggingface.co/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip"
+WIKITEXT_SHA256 = "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11"
+
+
+def load_tokens(text, tokenizer, context=2):
+    """(training ids, held-out ids), each a 1-D int64 tensor; end-of-text stands between documents.
+
+    Raises ValueError or OSError, in words, where the text cannot be had, or where a side has less than one
+    window of `context` tokens.
+    """
+    sides = []
+    for name, documents in zip(("training", "held-out"), load_text(text)):
+        ids = []
+        for document in tokenizer.encode_ordinary_batch(documents):
+            ids += document + [tokenizer.eot_token]
+        ids = ids[:-1]
+        if len(ids) < context:
+            raise ValueError(f"the {name} side of {text} has {len(ids)} tokens, less than one window of {context}: "
+                             "give a longer text or a smaller --context")
+        sides.append(torch.tensor(ids))
+    return tuple(sides)
+
+
+def load_text(text):
+    """(training documents, held-out documents), two lists of strings."""
+    if text == "docs":
+        return load_docs()
+    if text == "wikitext-2":
+        return load_wikitext()
+    try:
+        whole = Path(text).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text} is not UTF-8 text (byte {error.start}): convert it, or give another file") from None
+    except FileNotFoundError:
+        raise ValueError(f"no such text: {text} (a file, or one of: docs, wikitext-2)") from None
+    except IsADirectoryError:
+        raise ValueError(f"{text} is a directory: give a text file, or one of: docs, wikitext-2") from None
+    if not whole.strip():
+        raise ValueError(f"{text} is empty: give a file with text in it")
+    cut = len(whole) * 9 // 10
+    return [whole[:cut]], [whole[cut:]]
+
+
+def load_wikitext():
+    path = CACHE / "wikitext-2-raw-v1.zip"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        download(WIKITEXT_URL, path, WIKITEXT_SHA256)
+    with zipfile.ZipFile(path) as archive:
+        # "documents joined by blank lines", as published perplexities have it: 287,644 tokens of GPT-2's in the test set
+        def read(part):
+            lines = archive.read(f"wikitext-2-raw/wiki.{part}.raw").decode("utf-8").splitlines(keepends=True)
+            return "\n\n".join(line if line.strip() else "" for line in lines)
+        return [read("train")], [read("test")]
+
+
+def load_docs():
+    packages = {"python": sysconfig.get_paths()["stdlib"], "numpy": Path(numpy.__file__).parent,
+                "torch": Path(torch.__file__).parent}
+    versions = f"python-{platform.python_version()} numpy-{numpy.__version__} torch-{torch.__version__}"
+    path = CACHE / f"docs {versions}.json"
+    if not path.exists():
+        print(f"collecting the documentation strings of {versions} ...", flush=True)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(split_docs(packages)))
+        part.rename(path)
+    return json.loads(path.read_text())
+
+
+def split_docs(packages):
+    """Whole files go to one side or the other: a document's neighbours share its words, and would give it away."""
+    files, heldout_file = [], []
+    for package, root in packages.items():
+        for path in sorted(Path(root).rglob("*.py")):
+            name = path.relative_to(root)
+            if "site-packages" not in name.parts and "dist-packages" not in name.parts:
+                files.append(path)
+                digest = hashlib.sha256(f"{package}/{name.as_posix()}".encode()).digest()
+                heldout_file.append(digest[0] * 256 + digest[1] < 65536 * 5 // 100)       # 5% of the files
+    with ProcessPoolExecutor() as pool:
+        documents = list(pool.map(literals, files, chunksize=64))
+    sides = [dict.fromkeys(d for ds, h in zip(documents, heldout_file) if h == side for d in ds) for side in (0, 1)]
+    return list(sides[0]), drop_copies(sides[1], sides[0])
+
+
+def literals(path):
+    """The string literals of at least MIN_CHARS characters in a Python file, in order."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
+        return []               # some files of the standard library's tests are broken on purpose
+    found = []
+
+    def walk(constant):
+        if isinstance(constant, str) and len(constant) >= MIN_CHARS:
+            found.append(constant.encode("utf-8", "ignore").decode("utf-8"))        # a lone surrogate is no text
+        elif isinstance(constant, types.CodeType):
+            walk(constant.co_consts)
+        elif isinstance(constant, tuple):
+            for part in constant:
+                walk(part)
+
+    walk(code)
+    return found
+
+
+def drop_copies(heldout, train):
+    """The held-out documents of which at most a fifth of the 8-word runs occur in a training document."""
+    def runs(document):
+        words = document.split()
+        return {" ".join(words[i:i + RUN]) for i in range(max(1, len(words) - RUN + 1))}
+
+    ours = {document: runs(document) for document in heldout}
+    all_ours = set().union(*ours.values())
+    seen = set()
+    for document in train:
+        seen |= runs(document) & all_ours
+    return [document for document, its in ours.items() if len(its & seen) <= len(its) / 5]
+
+
+def sample_windows(ids, batch_size, length, seed, step):
+    """(batch_size, length) windows of 1-D ids at random places that depend on seed and step alone.
+
+    So a run that was cut goes on with the very batches it would have had.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(ids) - length + 1, (batch_size, 1), generator=generator)
+    return ids[starts + torch.arange(length)]

@@ -1,0 +1,259 @@
+"""Loads GPT-2 from safetensors, without transformers:  model, tokenizer = load_gpt2("data/mini" or "gpt2" ...)
+
+Whatever cannot be loaded exactly is refused: every function here raises ValueError or OSError with one line that says
+what is wrong and what to do.
+"""
+
+import hashlib
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from dataclasses import fields
+from pathlib import Path
+
+import tiktoken
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model import GPT2, GPT2Config
+
+REPOSITORIES = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+REPOSITORIES["distilgpt2"] = "distilbert/distilgpt2"
+FILES = ("config.json", "vocab.json", "merges.txt", "model.safetensors")
+EOT = "<|endoftext|>"
+# GPT-2 cuts text into words before it merges bytes (encoder.py of the published GPT-2 code)
+SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def load_gpt2(model, device="cpu"):
+    """(GPT2, tiktoken.Encoding) of a directory in Hugging Face's GPT-2 layout, or of a name in REPOSITORIES.
+
+    The weights are frozen and float32. On the CPU a float32 file is used through its memory map, not copied.
+    """
+    directory = find(str(model))
+    config = load_config(directory)
+    gpt2 = load_weights(directory, config).to(device)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer.max_token_value >= config.vocab_size:
+        raise ValueError(f"{directory}: the tokenizer has ids up to {tokenizer.max_token_value}, "
+                         f"vocab_size in config.json is {config.vocab_size}: the files belong to different models")
+    return gpt2, tokenizer
+
+
+# ---- where the files are ----
+
+def find(model):
+    """The directory of a model: itself, a Hugging Face cache that has it whole, or our own cache (downloads what lacks)."""
+    if os.path.isdir(model):
+        return Path(model)
+    if model not in REPOSITORIES:
+        raise ValueError(f"no such model: {model} (give a directory, or one of: {', '.join(REPOSITORIES)})")
+    environ, home_cache = os.environ, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    hub = Path(environ.get("HF_HUB_CACHE") or Path(environ.get("HF_HOME") or home_cache / "huggingface") / "hub")
+    for repository in (REPOSITORIES[model], model):         # older caches know gpt2 without its organisation
+        for snapshot in hub.glob(f"models--{repository.replace('/', '--')}/snapshots/*"):
+            if all((snapshot / name).exists() for name in FILES):
+                return snapshot
+    directory = home_cache / "pathoracle" / model
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        if not (directory / name).exists():
+            download(f"{endpoint}/{REPOSITORIES[model]}/resolve/main/{name}", directory / name)
+    return directory
+
+
+def download(url, path, sha256=None):
+    """Fetches url to path with a progress bar; path appears only once it has the size (and sum) that it must have."""
+    part = Path(f"{path}.{os.getpid()}.part")
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD")) as reply:
+            size = reply.headers["Content-Length"]
+        print(f"downloading {url}")
+        torch.hub.download_url_to_file(url, str(part), hash_prefix=sha256)
+        if size is not None and part.stat().st_size != int(size):       # torch.hub takes a cut connection for the end
+            raise ValueError(f"{part.stat().st_size} bytes came instead of {size}")
+        os.replace(part, path)
+    except (OSError, http.client.HTTPException, RuntimeError, ValueError) as error:
+        raise OSError(f"could not download {url}: {error}; try again, or set HF_ENDPOINT to a mirror") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ---- config.json ----
+
+def load_config(directory):
+    """GPT2Config of config.json; refuses a setting that model.py does not implement, by its name."""
+    path = Path(directory) / "config.json"
+    config = read_json(path)
+    # each setting that changes the computation, and the values under which model.py computes the same
+    for name, default, allowed in (("model_type", "gpt2", ("gpt2",)),
+                                   ("activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
+                                   ("scale_attn_weights", True, (True,)),
+                                   ("scale_attn_by_inverse_layer_idx", False, (False,)),
+                                   ("add_cross_attention", False, (False,)),
+                                   ("tie_word_embeddings", True, (True,)),
+                                   ("pruned_heads", {}, ({}, None)),
+                                   ("quantization_config", None, (None,))):
+        if config.get(name, default) not in allowed:
+            raise ValueError(f"{path}: {name} = {config[name]!r} is not supported, only {allowed[0]!r}")
+    # the other names under which transformers reads these sizes
+    alias = {"n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_layer": "num_hidden_layers",
+             "n_head": "num_attention_heads"}
+    sizes = {}
+    for field in fields(GPT2Config):
+        value = config.get(field.name, config.get(alias.get(field.name), field.default))
+        if not (field.name == "n_inner" and value is None):
+            kind = (float, int) if field.name == "layer_norm_epsilon" else int
+            if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
+                raise ValueError(f"{path}: {field.name} = {value!r} is not a positive number")
+        sizes[field.name] = value
+    if sizes["n_embd"] % sizes["n_head"]:
+        raise ValueError(f"{path}: n_embd = {sizes['n_embd']} is not divisible by n_head = {sizes['n_head']}")
+    return GPT2Config(**sizes)
+
+
+def read_json(path):
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: a model is a directory with {', '.join(FILES)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): fetch it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged (no JSON object): fetch it again")
+    return value
+
+
+# ---- model.safetensors ----
+
+def load_weights(directory, config):
+    """GPT2 with the weights of model.safetensors, or of the shards that model.safetensors.index.json lists."""
+    index = Path(directory) / "model.safetensors.index.json"
+    files = [Path(directory) / "model.safetensors"]
+    if not files[0].exists() and index.exists():
+        files = [Path(directory) / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    found = {}
+    for path in files:
+        for name, tensor in read_tensors(path).items():
+            name = name.removeprefix("transformer.")
+            if not name.endswith((".attn.bias", ".attn.masked_bias")):      # causal masks that old files carry along
+                found[name] = tensor
+    head = found.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(head, found.get("wte.weight", head)):
+        raise ValueError(f"{files[0]}: lm_head.weight differs from wte.weight; an untied head is not supported")
+
+    with torch.device("meta"):                  # shapes only: nothing is initialised that the file replaces
+        gpt2 = GPT2(config)
+    state = {}
+    for name, expected in gpt2.state_dict().items():
+        tensor = found.pop(name.replace("blocks.", "h.", 1), None)
+        if tensor is None:
+            raise ValueError(f"{files[0]} lacks the tensor {name.replace('blocks.', 'h.', 1)} "
+                             f"that config.json (n_layer = {config.n_layer}) asks for")
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"{files[0]}: {name} is stored as {tensor.dtype}; only float32, float16 and bfloat16 are read")
+        if ".c_" in name and tensor.ndim == 2:
+            tensor = tensor.t()                 # GPT-2 stores these as (in, out), a "Conv1D"; a view, no copy
+        if tensor.shape != expected.shape:
+            raise ValueError(f"{files[0]}: {name} has the shape {tuple(tensor.shape)}, "
+                             f"config.json asks for {tuple(expected.shape)}")
+        state[name] = tensor.float()
+    if found:
+        raise ValueError(f"{files[0]} holds {len(found)} tensors that config.json (n_layer = {config.n_layer}) "
+                         f"does not know, such as {min(found)}")
+    gpt2.load_state_dict(state, assign=True)
+    return gpt2.requires_grad_(False)
+
+
+def read_tensors(path):
+    """{name: tensor} of a safetensors file, memory-mapped: read from the disk only when used."""
+    if not Path(path).exists():
+        pickled = Path(path).with_name("pytorch_model.bin").exists()
+        raise ValueError(f"{path} is missing" + (": pytorch_model.bin is a pickle and is not read; convert it to "
+                                                 "safetensors" if pickled else ""))
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or damaged ({error}): fetch it again") from None
+
+
+def read_metadata(path):
+    """The string metadata of a safetensors file that read_tensors has read."""
+    with safe_open(path, "pt") as file:
+        return file.metadata() or {}
+
+
+def fingerprint(gpt2):
+    """16 hexadecimal digits that tell a GPT-2 from another: a hash of its config and of some rows of every tensor."""
+    digest = hashlib.sha256(repr(gpt2.config).encode())
+    for p in gpt2.parameters():
+        digest.update(p[::max(1, len(p) // 16)].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# ---- vocab.json and merges.txt ----
+
+def byte_characters():
+    """{character: byte}: in both files a byte that prints stands for itself, the n-th of the others is chr(256 + n)."""
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in prints]
+    return {**{chr(b): b for b in prints}, **{chr(256 + n): b for n, b in enumerate(others)}}
+
+
+def load_tokenizer(directory):
+    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken.Encoding.
+
+    tiktoken merges the pair that makes the token of the lowest id, which is GPT-2's rule only where ids are in the order
+    of the merges; other vocabularies are refused. The files are not read by tiktoken.load: it caches them by their path.
+    """
+    path, merges_path = Path(directory) / "vocab.json", Path(directory) / "merges.txt"
+    vocab = read_json(path)
+    if not merges_path.exists():
+        raise ValueError(f"{merges_path} is missing: a model is a directory with {', '.join(FILES)}")
+    lines = merges_path.read_text(encoding="utf-8").split("\n")
+    merges = [line.split() for line in lines if line and not line.startswith("#version")]
+    byte_of = byte_characters()
+    tokens = [*byte_of, *("".join(pair) for pair in merges)]
+    ids = [vocab.get(token) for token in tokens]
+    if None in ids or EOT not in vocab or any(len(pair) != 2 for pair in merges):
+        lacking = EOT if EOT not in vocab else "a byte or a merge of merges.txt"
+        raise ValueError(f"{path} lacks {lacking}: vocab.json and merges.txt do not belong together, or are damaged")
+    if ids[256:] != sorted(set(ids[256:])) or max(ids[:256]) > min(ids[256:], default=1 << 31):
+        raise ValueError(f"{path}: ids are not in the order of merges.txt, as GPT-2's are; such a tokenizer is not supported")
+    special = {token: i for token, i in vocab.items() if token not in set(tokens)}
+    ranks = {bytes(byte_of[c] for c in token): i for token, i in zip(tokens, ids)}
+    return tiktoken.Encoding(name=str(path), pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
+
+
+# ---- files of our own ----
+
+def save_tensors(path, tensors, metadata):
+    """Writes a safetensors file whole or not at all: what stood at `path` stays there until the new one is complete."""
+    part = Path(f"{path}.{os.getpid()}.part")
+    try:
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part, metadata)
+        os.replace(part, path)
+    except SafetensorError as error:
+        raise OSError(f"could not write {path}: {error}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def optimizer_tensors(module, optimizers):
+    """The optimizers' state as named tensors, so that it can stand in a safetensors file: nothing is ever pickled."""
+    return {f"optimizer.{key}.{name}": value for name, p in module.named_parameters()
+            for optimizer in optimizers for key, value in optimizer.state.get(p, {}).items()}
+
+
+def restore_optimizers(module, optimizers, tensors):
+    """The reverse of optimizer_tensors."""
+    for name, p in module.named_parameters():
+        for optimizer in optimizers:
+            if any(p is q for group in optimizer.param_groups for q in group["params"]):
+                optimizer.state[p] = {full.split(".")[1]: tensor.clone() for full, tensor in tensors.items()
+                                      if full.startswith("optimizer.") and full.split(".", 2)[2] == name}

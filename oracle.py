@@ -1,0 +1,150 @@
+"""The method: run GPT-2's early blocks, let an oracle predict what the skipped blocks would have made, resume behind them.
+
+    embeddings -> early blocks -> oracle -> late blocks -> logits
+
+`PathOracle.forward` is that diagram. `PathOracle.prefill` reads a prompt this way and leaves a KV cache for *all* blocks,
+with which the unmodified GPT-2 goes on. Sizes in comments as in model.py; S = len(span), the number of skipped blocks.
+"""
+
+import re
+
+import torch
+from torch import nn
+
+from load_weights import fingerprint, read_metadata, read_tensors, save_tensors
+from model import Block
+
+KINDS = ("transformer", "mlp", "linear")
+HEADS = 4                   # attention heads of the transformer oracle
+
+
+def parse_skip(pattern, n_layer):
+    """"2-9" -> [range(2, 10)], "2-4,6-8" -> [range(2, 5), range(6, 9)]: blocks are counted from 0, both ends included.
+
+    Raises ValueError for anything but ascending spans of the model's blocks with a block between them.
+    """
+    spans, last = [], -2
+    for part in pattern.split(","):
+        match = re.fullmatch(r"\s*(\d+)-(\d+)\s*", part)
+        if not match:
+            raise ValueError(f"skip pattern {pattern!r}: write spans of blocks as in 2-9 or 2-4,6-8")
+        start, end = int(match[1]), int(match[2])
+        if start > end:
+            raise ValueError(f"skip pattern {pattern!r}: {start}-{end} runs backwards, write {end}-{start}")
+        if end >= n_layer:
+            raise ValueError(f"skip pattern {pattern!r}: the model's blocks are 0 to {n_layer - 1}")
+        if start <= last + 1:
+            raise ValueError(f"skip pattern {pattern!r}: spans ascend and leave at least one block between them")
+        spans.append(range(start, end + 1))
+        last = end
+    return spans
+
+
+class Oracle(nn.Module):
+    """Predicts, from the input x of a span of skipped blocks, the S hidden states that follow each of them.
+
+    A trunk (causal, shared by all predictions) turns x (B, T, C) into features (B, T, F), and a head for each state adds
+    to x what the blocks would have added:  x * scale + features @ up + bias.  So an untrained oracle predicts no change.
+    The last state is the span's output, where the late blocks resume. The others, the inputs of the skipped blocks after
+    the first, serve the KV cache alone. `first` is added at position 0, whose state in GPT-2 is a huge constant that the
+    later tokens use as a place to attend to (Sun et al. 2024, "Massive Activations in Large Language Models").
+    """
+
+    def __init__(self, kind, n_embd, n_states, dim=64, blocks=2):
+        super().__init__()
+        if kind == "transformer":
+            if dim % HEADS:
+                raise ValueError(f"oracle dim {dim} is not divisible by its {HEADS} attention heads: take a multiple")
+            self.trunk = nn.Sequential(nn.LayerNorm(n_embd, elementwise_affine=False), nn.Linear(n_embd, dim),
+                                       *(Block(dim, HEADS, 2 * dim) for _ in range(blocks)), nn.LayerNorm(dim))
+        elif kind == "mlp":
+            self.trunk = nn.Sequential(nn.LayerNorm(n_embd, elementwise_affine=False), nn.Linear(n_embd, dim), nn.GELU())
+        else:
+            self.trunk, dim = nn.Identity(), n_embd
+        self.scale = nn.Parameter(torch.ones(n_states, n_embd))
+        self.up = nn.Parameter(torch.zeros(n_states, dim, n_embd))
+        self.bias = nn.Parameter(torch.zeros(n_states, n_embd))
+        self.first = nn.Parameter(torch.zeros(n_states, n_embd))
+
+    def head(self, j, x, features):
+        """State j, (B, T, C)."""
+        y = x * self.scale[j] + features @ self.up[j] + self.bias[j]
+        return torch.cat([y[:, :1] + self.first[j], y[:, 1:]], dim=1)
+
+    def forward(self, x):
+        """x (B, T, C) -> the state behind the span, (B, T, C)."""
+        return self.head(-1, x, self.trunk(x))
+
+    def states(self, x, n):
+        """x (B, T, C) -> the n states behind each block of a span of n, each (B, T, C); the last is forward(x)."""
+        features = self.trunk(x)
+        return [self.head(j, x, features) for j in (*range(n - 1), -1)]
+
+
+class Nothing(nn.Module):
+    """The oracle to beat: what goes into the span comes out of it."""
+
+    def forward(self, x):
+        return x
+
+    def states(self, x, n):
+        return [x] * n
+
+
+class PathOracle(nn.Module):
+    """A GPT-2 whose skipped blocks are replaced by oracles, one for each span. Called like GPT2: ids -> logits."""
+
+    def __init__(self, gpt2, spans, oracles):
+        super().__init__()
+        self.gpt2, self.spans, self.oracles = gpt2, spans, nn.ModuleList(oracles)
+
+    def forward(self, ids):
+        """ids (B, T) -> logits (B, T, vocab_size)"""
+        x = self.gpt2.embed(ids)                                # embeddings
+        x = self.gpt2.run(x, 0, self.spans[0].start)            # early blocks
+        x = self.jump(x)                                        # oracle, late blocks (and again for further spans)
+        return self.gpt2.unembed(x)                             # logits
+
+    def jump(self, x, cache=None, trace=None):
+        """The state before the first skipped block -> the state after the last block, both (B, T, C).
+
+        With a cache, the skipped blocks are given keys and values of their *predicted* inputs, the others their own.
+        With a list as trace, the predicted states of each span are appended to it.
+        """
+        resume_until = [span.start for span in self.spans[1:]] + [self.gpt2.config.n_layer]
+        for span, oracle, stop in zip(self.spans, self.oracles, resume_until):
+            if cache is None and trace is None:
+                y = oracle(x)                                   # predict
+            else:
+                *between, y = states = oracle.states(x, len(span))
+                if trace is not None:
+                    trace.append(states)
+                if cache is not None:
+                    for i, x_i in zip(span, [x, *between]):
+                        self.gpt2.blocks[i].fill(x_i, cache[i])
+            x = self.gpt2.run(y, span.stop, stop, cache)        # resume
+        return x
+
+    @torch.no_grad()
+    def prefill(self, ids, replay=0):
+        """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache of all blocks.
+
+        The last `replay` tokens go through the full model, over the cache that the path leaves of those before them.
+        Decoding goes on with gpt2(next_ids, cache).
+        """
+        gpt2, cache = self.gpt2, self.gpt2.new_cache()
+        jumped = max(0, ids.shape[1] - replay)
+        if jumped:
+            x = gpt2.run(gpt2.embed(ids[:, :jumped]), 0, self.spans[0].start, cache)
+            x = self.jump(x, cache)
+        if jumped < ids.shape[1]:
+            x = gpt2.run(gpt2.embed(ids[:, jumped:], past=jumped), 0, gpt2.config.n_layer, cache)
+        return gpt2.unembed(x[:, -1]), cache
+
+
+def true_states(gpt2, ids, stop):
+    """What the oracle has to predict: the hidden states before block 0, before block 1, ... before block `stop`."""
+    states = [gpt2.embed(ids)]
+    for i in range(stop):
+        states.append(gpt2.run(states[-1], i, i + 1))
+    return states
