@@ -1,23 +1,318 @@
+"""What a skip costs, on text that neither GPT-2 nor the oracle was trained on:  python eval_ppl.py [ORACLE ...]
+
+The first table sends the whole text through the path. The second sends only the prompt through it and lets the
+unmodified GPT-2 go on with the KV cache that the path left. `evaluate` and `continuations` are the two measurements.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from data.corpus import load_tokens
+from load_weights import load_gpt2, replace_file
+from model import LayerCache
+from oracle import Nothing, PathOracle, load_path, read_settings, true_states
+
+SHIPPED = Path(__file__).parent / "data" / "mini" / "oracle.safetensors"
+REPLAY = 16                 # prompt tokens that the full model reads; README has the trade-off behind the choice
+TIMED = 15                  # interleaved runs behind each time
+DECODE = 48                 # tokens that --prompt goes on for
+
+
+# ---- losses ----
+
+def token_losses(logits, targets):
+    """logits (B, N, V), targets (B, N) -> the loss of each token in nats, (B, N); perplexity is exp of their mean."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 
 def windows(ids, context, batch_size=8):
     """Cuts 1-D ids into non-overlapping windows: batches (batch_size, context), the last window as long as it comes."""
     whole = len(ids) // context * context
-    batches = list(ids[:whole].view(-1, context).split(batch_size))
+    batches = list(ids[:whole].view(-1, context).split(batch_size)) if whole else []
     return batches + [ids[None, whole:]] if len(ids) - whole > 1 else batches
 
 
 @torch.no_grad()
-def mean_loss(model, ids, context):
-    """Mean loss (nats a token) of model(ids) -> logits over non-overlapping windows of 1-D ids; its exp is the perplexity.
+def evaluate(gpt2, paths, ids, context):
+    """The original and each path over all windows of 1-D ids -> a list of {"ppl", "cosine", "mse"}, the original first.
 
-    Each token is predicted from those before it in its window; the first of a window is not scored.
+    ppl is exp of the mean loss over all tokens but the first of each window. cosine and mse compare the predicted with
+    the true hidden states behind the spans, token by token.
     """
-    total = count = 0
-    for window in windows(ids, context):
-        logits, targets = model(window)[:, :-1], window[:, 1:]
-        total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
-        count += targets.numel()
-    return total / count
+    sums = torch.zeros(1 + len(paths), 3, dtype=torch.float64)          # of loss, cosine, mse
+    scored = seen = 0
+    for window in progress(windows(ids, context)):
+        targets = window[:, 1:]
+        true = true_states(gpt2, window, gpt2.config.n_layer)
+        sums[0, 0] += token_losses(gpt2.unembed(true[-1])[:, :-1], targets).sum().item()
+        for row, path in zip(sums[1:], paths):
+            trace = []
+            x = path.jump(true[path.spans[0].start], trace=trace)
+            row[0] += token_losses(gpt2.unembed(x)[:, :-1], targets).sum().item()
+            for span, (_, states) in zip(path.spans, trace):
+                row[1] += F.cosine_similarity(states[-1], true[span.stop], dim=-1).sum().item() / len(trace)
+                row[2] += (states[-1] - true[span.stop]).square().mean(dim=-1).sum().item() / len(trace)
+        scored, seen = scored + targets.numel(), seen + window.numel()
+    sums[0, 1] = seen
+    return [{"ppl": math.exp(loss / scored), "cosine": cosine / seen, "mse": mse / seen} for loss, cosine, mse in sums.tolist()]
+
+
+def prefills(path, replay):
+    """{name: function of prompt ids -> (last state, KV cache)}: the ways to read a prompt that are compared."""
+    nothing = PathOracle(path.gpt2, path.spans, [Nothing() for _ in path.spans])
+
+    def no_cache(ids):
+        x, cache = path.read(ids)
+        return x, [LayerCache() if any(i in span for span in path.spans) else c for i, c in enumerate(cache)]
+
+    return {"original": lambda ids: path.read(ids, replay=ids.shape[1]),
+            "oracle prefill": lambda ids: path.read(ids, replay),
+            "oracle prefill, no replay": lambda ids: path.read(ids),
+            "prefill with nothing": lambda ids: nothing.read(ids, replay),
+            "no cache in the skipped blocks": no_cache}
+
+
+@torch.no_grad()
+def continuations(path, ids, prompt, length, replay):
+    """Losses of the *full* model on what follows a prompt, for each way to read the prompt -> {name: (windows, length)}.
+
+    Windows of prompt + length tokens; the last `length` tokens are scored, the same for every name.
+    """
+    gpt2, losses = path.gpt2, {}
+    batches = [w for w in windows(ids, prompt + length) if w.shape[1] == prompt + length]
+    for window in progress(batches):
+        head, inputs, targets = window[:, :prompt], window[:, prompt:-1], window[:, prompt:]
+        logits = {"path throughout": path(window)[:, prompt - 1:-1],
+                  "no prompt": gpt2(window[:, prompt - 1:-1])}      # its last token alone, to have something to go on from
+        for name, read in prefills(path, replay).items():
+            x, cache = read(head)
+            logits[name] = torch.cat([gpt2.unembed(x)[:, None], gpt2(inputs, cache)], dim=1)
+        for name in logits:
+            losses.setdefault(name, []).append(token_losses(logits[name], targets))
+    return {name: torch.cat(parts) for name, parts in losses.items()}
+
+
+# ---- cost ----
+
+def flops(function, *args):
+    """Floating-point operations of the matrix products and attentions in function(*args), counted as they run."""
+    def attention(q, k, v, *args, out_shape=None, **kwargs):
+        return sdpa_flop_count(q, k, v)
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu      # the counter does not know it
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={cpu_attention: attention}) as counter:
+        function(*args)
+    return counter.get_total_flops()
+
+
+@torch.no_grad()
+def milliseconds(functions, ids):
+    """Median time of each function(ids) -> list. Runs are interleaved, so that a slow moment of the machine hits all."""
+    times = [[] for _ in functions]
+    for _ in range(TIMED + 1):
+        for function, its in zip(functions, times):
+            start = time.perf_counter()
+            function(ids)
+            if ids.is_cuda:
+                torch.cuda.synchronize()
+            its.append(1000 * (time.perf_counter() - start))
+    return [statistics.median(its[1:]) for its in times]
+
+
+# ---- tables ----
+
+def path_rows(gpt2, named_paths, ids, context):
+    """Rows of the first table: the original, the same blocks skipped with nothing in their place, each path."""
+    skips, names, paths = [], ["original"], []
+    for name, path in named_paths:
+        if path.spans not in skips:             # once for each pattern
+            skips.append(path.spans)
+            names.append("skip")
+            paths.append(PathOracle(gpt2, path.spans, [Nothing() for _ in path.spans]))
+        names.append(name)
+        paths.append(path)
+    figures = evaluate(gpt2, paths, ids, context)
+    reads = [lambda ids: gpt2.run(gpt2.embed(ids), 0, gpt2.config.n_layer), *(path.hidden for path in paths)]
+    times = milliseconds([lambda ids, read=read: gpt2.unembed(read(ids)[:, -1]) for read in reads], ids[None, :context])
+    operations = [flops(read, ids[None, :context]) for read in reads]
+    skipped = [0, *(sum(map(len, path.spans)) for path in paths)]
+    return [{"path": name, "blocks_run": gpt2.config.n_layer - n, "compute": operation / operations[0], "ppl": figure["ppl"],
+             "ratio": figure["ppl"] / figures[0]["ppl"], "cosine": figure["cosine"], "mse": figure["mse"],
+             "prefill_ms": ms, "speedup": times[0] / ms}
+            for name, n, operation, figure, ms in zip(names, skipped, operations, figures, times)]
+
+
+def continuation_rows(path, ids, context, replay):
+    """Rows of the second table; a prompt of three quarters of the context, scored on the last quarter."""
+    prompt = context * 3 // 4
+    losses = continuations(path, ids, prompt, context - prompt, replay)
+    reads = prefills(path, replay)
+    reads["path throughout"] = reads["no cache in the skipped blocks"] = path.hidden        # neither fills what it skips
+    names = list(reads)
+    times = dict(zip(names, milliseconds([reads[name] for name in names], ids[None, :prompt])))
+    operations = {name: flops(reads[name], ids[None, :prompt]) for name in names}
+    n_layer, skipped = path.gpt2.config.n_layer, sum(map(len, path.spans))
+    rows = []
+    for name in sorted(losses, key=lambda name: losses[name].mean()):
+        ppl, early = losses[name].mean().exp().item(), losses[name][:, :16].mean().exp().item()
+        run = {"original": n_layer, "no prompt": 0}.get(name, n_layer - skipped)
+        row = {"path": name, "blocks_run": run, "compute": operations.get(name, 0) / operations["original"], "ppl": ppl,
+               "ratio": ppl / losses["original"].mean().exp().item(), "first_16_ppl": early,
+               "first_16_ratio": early / losses["original"][:, :16].mean().exp().item(), "cosine": None, "mse": None,
+               "prefill_ms": times.get(name), "speedup": times["original"] / times[name] if name in times else None}
+        rows.append(row)
+    return rows
+
+
+def show(rows, columns):
+    """Prints rows as a table; a column is (key, heading, format)."""
+    cells = [[heading for _, heading, _ in columns]]
+    cells += [["" if row.get(key) is None else form.format(row[key]) for key, _, form in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for line in cells:
+        print("  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]).rstrip())
+    print(flush=True)
+
+
+COST = [("compute", "compute", "{:.1%}"), ("ppl", "PPL", "{:.2f}"), ("ratio", "ratio", "{:.3f}")]
+TIME = [("prefill_ms", "prefill ms", "{:.1f}"), ("speedup", "speed-up", "{:.2f}x")]
+PATH_COLUMNS = [("path", "path", "{}"), ("blocks_run", "blocks", "{}"), *COST, ("cosine", "cosine", "{:.4f}"),
+                ("mse", "MSE", "{:.4g}"), *TIME]
+CONTINUATION_COLUMNS = [("path", "prompt read by", "{}"), ("blocks_run", "blocks", "{}"), *COST,
+                        ("first_16_ratio", "first 16", "{:.3f}"), *TIME]
+
+
+# ---- greedy continuation ----
+
+@torch.no_grad()
+def decode(gpt2, logits, cache, n):
+    """Greedy: logits (1, V) behind a prompt and its KV cache -> n token ids."""
+    ids = []
+    for _ in range(n):
+        ids.append(logits.argmax(dim=-1))
+        if len(ids) < n:
+            logits = gpt2(ids[-1][:, None], cache)[:, -1]
+    return torch.stack(ids, dim=1)[0].tolist()
+
+
+@torch.no_grad()
+def decode_uncached(model, ids, n):
+    """Greedy, for a model without a cache: it reads the whole text again for each token."""
+    for _ in range(n):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(dim=-1)], dim=1)
+    return ids[0, -n:].tolist()
+
+
+def show_continuations(gpt2, tokenizer, named_paths, text, replay):
+    """Prints what each path makes of a prompt: a PPL ratio hides loops."""
+    ids = torch.tensor([tokenizer.encode_ordinary(text)], device=gpt2.wte.weight.device, dtype=torch.long)
+    n = min(DECODE, gpt2.config.n_positions - ids.shape[1])
+    if ids.shape[1] == 0 or n < 1:
+        raise ValueError(f"--prompt has {ids.shape[1]} tokens: it takes 1 to {gpt2.config.n_positions - 1} for this model")
+    nothing = PathOracle(gpt2, named_paths[0][1].spans, [Nothing() for _ in named_paths[0][1].spans])
+    ways = {"original": lambda: decode(gpt2, *named_paths[0][1].prefill(ids, replay=ids.shape[1]), n),
+            "skip throughout": lambda: decode_uncached(nothing, ids, n)}
+    for name, path in named_paths:
+        ways[f"{name} throughout"] = lambda path=path: decode_uncached(path, ids, n)
+        ways[f"{name} prefill, then the full model"] = lambda path=path: decode(gpt2, *path.prefill(ids, replay), n)
+    for name, way in ways.items():
+        start = time.perf_counter()
+        out = way()
+        rate = n / (time.perf_counter() - start)
+        reference = out if name == "original" else reference
+        equal = sum(a == b for a, b in zip(out, reference)) / n
+        grams = [tuple(out[i:i + 4]) for i in range(n - 3)]
+        repeated = 1 - len(set(grams)) / len(grams) if grams else 0
+        print(f"[{name}: {rate:.0f} tokens/s, {equal:.0%} as the original, {repeated:.0%} of the 4-grams repeated]")
+        print(text + tokenizer.decode(out) + "\n", flush=True)
+
+
+# ---- command line, shared with train_oracle.py ----
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(f"{message} (see --help)")
+
+
+def positive(text):
+    """For argparse: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def command(main):
+    """Runs main; trouble with what the user gave becomes one line on stderr and exit status 2."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+
+
+def progress(batches):
+    """Yields the batches, and every five seconds says on stderr how far it is."""
+    start = shown = time.time()
+    done = 0
+    for n, batch in enumerate(batches):
+        if time.time() - shown > 5:
+            shown, seconds = time.time(), time.time() - start
+            print(f"  evaluating: {n}/{len(batches)} batches, {done / seconds:,.0f} tokens/s, "
+                  f"{seconds / n * (len(batches) - n):.0f} s left", file=sys.stderr, flush=True)
+        yield batch
+        done += batch.numel()
+
+
+def main():
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("oracles", nargs="*", metavar="ORACLE", type=Path, help="files of train_oracle.py; default: "
+                        "oracle.safetensors in the working directory, else the one in data/mini/")
+    parser.add_argument("--model", help="directory or name of the GPT-2 (default: what the oracle was trained on)")
+    parser.add_argument("--text", help="docs, wikitext-2 or a text file (default: what the oracle was trained on)")
+    parser.add_argument("--context", type=positive, help="tokens in a window (default: as in training)")
+    parser.add_argument("--replay", type=int, default=REPLAY, help="last tokens of a prompt that the full model reads "
+                        "(default: %(default)s)")
+    parser.add_argument("--prompt", help="show the greedy continuation of this text by each path instead of the tables")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda (default: %(default)s)")
+    args = parser.parse_args()
+
+    files = args.oracles or [Path("oracle.safetensors") if Path("oracle.safetensors").exists() else SHIPPED]
+    settings = [read_settings(file) for file in files]
+    model, text = args.model or settings[0]["model"], args.text or settings[0]["text"]
+    context = args.context or settings[0]["context"]
+    gpt2, tokenizer = load_gpt2(model, args.device)
+    if context > gpt2.config.n_positions or context < 8 or args.replay < 0:
+        raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model, --replay 0 or more")
+    named_paths = [(file.name, load_path(file, gpt2)) for file in files]
+    for file, its in zip(files, settings):
+        print(f"{file}: {its['oracle']} oracle for blocks {its['skip']} of {its['model']}, {its['step']} steps on {its['text']}")
+    if args.prompt is not None:
+        return show_continuations(gpt2, tokenizer, named_paths, args.prompt, args.replay)
+
+    ids = load_tokens(text, tokenizer, context)[1].to(args.device)
+    print(f"{model} on {len(ids):,} held-out tokens of {text}, windows of {context}\n", flush=True)
+    rows = path_rows(gpt2, named_paths, ids, context)
+    show(rows, PATH_COLUMNS)
+    continuation = []
+    for name, path in named_paths:
+        print(f"{name}: {context * 3 // 4} tokens of prompt, the next {context - context * 3 // 4} scored with the full model, "
+              f"replay {args.replay}\n", flush=True)
+        its = continuation_rows(path, ids, context, args.replay)
+        show(its, CONTINUATION_COLUMNS)
+        continuation += its if len(named_paths) == 1 else [{**row, "oracle": name} for row in its]
+    if args.json:
+        figures = {"model": model, "text": text, "tokens": len(ids), "context": context, "rows": rows, "continuation": continuation}
+        replace_file(args.json, json.dumps(figures, indent=1).encode())
+
+
+if __name__ == "__main__":
+    command(main)

@@ -16,7 +16,7 @@ from pathlib import Path
 import tiktoken
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from model import GPT2, GPT2Config
 
@@ -232,16 +232,19 @@ def load_tokenizer(directory):
 
 # ---- files of our own ----
 
-def save_tensors(path, tensors, metadata):
-    """Writes a safetensors file whole or not at all: what stood at `path` stays there until the new one is complete."""
+def replace_file(path, content):
+    """Writes bytes whole or not at all: what stood at `path` stays there until the new file is complete."""
     part = Path(f"{path}.{os.getpid()}.part")
     try:
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part, metadata)
+        part.write_bytes(content)
         os.replace(part, path)
-    except SafetensorError as error:
-        raise OSError(f"could not write {path}: {error}") from None
     finally:
         part.unlink(missing_ok=True)
+
+
+def save_tensors(path, tensors, metadata):
+    """A safetensors file with {string: string} metadata."""
+    replace_file(path, save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, metadata))
 
 
 def optimizer_tensors(module, optimizers):

@@ -6,6 +6,7 @@
 with which the unmodified GPT-2 goes on. Sizes in comments as in model.py; S = len(span), the number of skipped blocks.
 """
 
+import json
 import re
 
 import torch
@@ -98,53 +99,105 @@ class PathOracle(nn.Module):
         super().__init__()
         self.gpt2, self.spans, self.oracles = gpt2, spans, nn.ModuleList(oracles)
 
+    def n_parameters(self):
+        """How many parameters predict what the late blocks resume from, and how many more serve the KV cache alone."""
+        caching = sum(p[:-1].numel() for o in set(self.oracles) for p in (o.scale, o.up, o.bias, o.first))
+        return sum(p.numel() for p in self.oracles.parameters()) - caching, caching
+
     def forward(self, ids):
         """ids (B, T) -> logits (B, T, vocab_size)"""
-        x = self.gpt2.embed(ids)                                # embeddings
-        x = self.gpt2.run(x, 0, self.spans[0].start)            # early blocks
-        x = self.jump(x)                                        # oracle, late blocks (and again for further spans)
-        return self.gpt2.unembed(x)                             # logits
+        return self.gpt2.unembed(self.hidden(ids))
 
-    def jump(self, x, cache=None, trace=None):
-        """The state before the first skipped block -> the state after the last block, both (B, T, C).
+    def hidden(self, ids, cache=None):
+        """ids (B, T) -> the state after the last block, (B, T, C)."""
+        x = self.gpt2.embed(ids)                                    # embeddings
+        x = self.gpt2.run(x, 0, self.spans[0].start, cache)         # early blocks
+        return self.jump(x, cache)                                  # oracle, late blocks; further spans likewise
+
+    def jump(self, x, cache=None, trace=None, stop=None):
+        """The state before the first skipped block -> the state before block `stop` (None: after the last), (B, T, C).
 
         With a cache, the skipped blocks are given keys and values of their *predicted* inputs, the others their own.
-        With a list as trace, the predicted states of each span are appended to it.
+        With a list as trace, (input of the span, its predicted states) is appended to it for each span.
         """
-        resume_until = [span.start for span in self.spans[1:]] + [self.gpt2.config.n_layer]
-        for span, oracle, stop in zip(self.spans, self.oracles, resume_until):
+        resume_until = [span.start for span in self.spans[1:]] + [self.gpt2.config.n_layer if stop is None else stop]
+        for span, oracle, until in zip(self.spans, self.oracles, resume_until):
             if cache is None and trace is None:
-                y = oracle(x)                                   # predict
+                y = oracle(x)                                       # predict
             else:
                 *between, y = states = oracle.states(x, len(span))
                 if trace is not None:
-                    trace.append(states)
+                    trace.append((x, states))
                 if cache is not None:
                     for i, x_i in zip(span, [x, *between]):
                         self.gpt2.blocks[i].fill(x_i, cache[i])
-            x = self.gpt2.run(y, span.stop, stop, cache)        # resume
+            x = self.gpt2.run(y, span.stop, until, cache)           # resume
         return x
 
-    @torch.no_grad()
-    def prefill(self, ids, replay=0):
-        """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache of all blocks.
+    def read(self, ids, replay=0):
+        """Reads a prompt ids (B, T) -> the state of its last token after the last block (B, C), KV cache of all blocks.
 
         The last `replay` tokens go through the full model, over the cache that the path leaves of those before them.
-        Decoding goes on with gpt2(next_ids, cache).
         """
         gpt2, cache = self.gpt2, self.gpt2.new_cache()
         jumped = max(0, ids.shape[1] - replay)
         if jumped:
-            x = gpt2.run(gpt2.embed(ids[:, :jumped]), 0, self.spans[0].start, cache)
-            x = self.jump(x, cache)
+            x = self.hidden(ids[:, :jumped], cache)
         if jumped < ids.shape[1]:
             x = gpt2.run(gpt2.embed(ids[:, jumped:], past=jumped), 0, gpt2.config.n_layer, cache)
-        return gpt2.unembed(x[:, -1]), cache
+        return x[:, -1], cache
+
+    def prefill(self, ids, replay=0):
+        """As `read`, but gives the logits that follow the prompt, (B, vocab_size); go on with gpt2(next_ids, cache)."""
+        x, cache = self.read(ids, replay)
+        return self.gpt2.unembed(x), cache
 
 
 def true_states(gpt2, ids, stop):
-    """What the oracle has to predict: the hidden states before block 0, before block 1, ... before block `stop`."""
+    """What the oracles have to predict: the hidden states before block 0, before block 1, ... before block `stop`."""
     states = [gpt2.embed(ids)]
     for i in range(stop):
         states.append(gpt2.run(states[-1], i, i + 1))
     return states
+
+
+def new_path(gpt2, settings):
+    """PathOracle with untrained oracles of settings["skip"], ["oracle"], ["dim"], ["blocks"] and ["shared"]."""
+    spans = parse_skip(settings["skip"], gpt2.config.n_layer)
+    sizes = settings["oracle"], gpt2.config.n_embd
+    if settings["shared"]:
+        oracles = [Oracle(*sizes, max(map(len, spans)), settings["dim"], settings["blocks"])] * len(spans)
+    else:
+        oracles = [Oracle(*sizes, len(span), settings["dim"], settings["blocks"]) for span in spans]
+    return PathOracle(gpt2, spans, oracles)
+
+
+def save_path(file, path, settings, further_tensors={}):
+    """One safetensors file: the oracles' weights, and in its metadata all that is needed to use them."""
+    tensors = dict(path.oracles.named_parameters())             # lists a shared oracle once
+    settings = {**settings, "fingerprint": fingerprint(path.gpt2)}
+    save_tensors(file, {**tensors, **further_tensors}, {"pathoracle": json.dumps(settings)})
+
+
+def read_settings(file):
+    """The settings that an oracle was trained with; raises ValueError where the file is none of ours."""
+    read_tensors(file)
+    try:
+        return json.loads(read_metadata(file)["pathoracle"])
+    except (KeyError, ValueError):
+        raise ValueError(f"{file} is a safetensors file but not an oracle: train one with train_oracle.py") from None
+
+
+def load_path(file, gpt2):
+    """PathOracle of an oracle file on the GPT-2 that it was trained on; raises ValueError on any other."""
+    settings, tensors = read_settings(file), read_tensors(file)
+    if settings["fingerprint"] != fingerprint(gpt2):
+        raise ValueError(f"{file} was trained on another model ({settings['model']}): give that --model, or train an oracle "
+                         "for this one")
+    path = new_path(gpt2, settings)
+    with torch.no_grad():
+        for name, p in path.oracles.named_parameters():
+            if name not in tensors or tensors[name].shape != p.shape:
+                raise ValueError(f"{file} is damaged: its tensor {name} is missing or of another shape; train it again")
+            p.copy_(tensors[name])
+    return path.to(gpt2.wte.weight.device)

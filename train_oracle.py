@@ -1,0 +1,208 @@
+"""Trains an oracle to stand in for the blocks of GPT-2 that are to be skipped:  python train_oracle.py --skip 2-9
+
+GPT-2 is frozen. Each batch of text runs through it once, which gives the hidden states that the oracle must predict;
+nothing is stored but the oracle. The run ends with the held-out figures that eval_ppl.py gives too.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from data.corpus import load_tokens, sample_windows
+from eval_ppl import PATH_COLUMNS, Parser, command, path_rows, positive, show
+from load_weights import load_gpt2, optimizer_tensors, read_tensors, restore_optimizers
+from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, true_states
+
+WARM_UP = 50                # steps
+SAVE_EVERY = 30             # seconds
+KV_WEIGHT = 0.3             # of the states that serve the KV cache alone
+SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
+DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 2,
+            "shared": False, "cos_weight": 0.5, "kl_weight": 1.0, "steps": 781, "batch_size": 8, "context": None,
+            "lr": 3e-3, "seed": 0, "step": 0}
+
+
+def walk(path, ids, stop):
+    """ids (B, T) -> true hidden states of GPT-2 up to block `stop`, trace of the path (PathOracle.jump), its state there.
+
+    The early blocks run once for both. Behind its first span the path sees the states that it makes, not the true ones.
+    """
+    with torch.no_grad():
+        true = true_states(path.gpt2, ids, stop)
+    trace = []
+    x = path.jump(true[path.spans[0].start], trace=trace, stop=stop)
+    return true, trace, x
+
+
+def state_loss(predicted, true, cos_weight):
+    """(B, T, C) twice -> squared error + cos_weight * (1 - cosine) of each token, averaged.
+
+    The squared error is relative to the square of the token's true state: GPT-2's state at position 0 is a hundred times
+    the others (Oracle has more on it), and a plain mean would be about that one.
+    """
+    error = (predicted - true).square().sum(dim=-1) / true.square().sum(dim=-1)
+    return (error + cos_weight * (1 - F.cosine_similarity(predicted, true, dim=-1))).mean()
+
+
+def path_loss(path, ids, settings):
+    """The loss of a path's oracles on ids (B, T): of the states behind each span, of those that the KV cache needs, and
+    kl_weight * KL(GPT-2's next-token distribution, the path's), through the frozen late blocks (Hinton et al. 2015)."""
+    gpt2, cos_weight, kl_weight = path.gpt2, settings["cos_weight"], settings["kl_weight"]
+    true, trace, x = walk(path, ids, gpt2.config.n_layer if kl_weight else path.spans[-1].stop)
+    loss = 0
+    for span, (_, states) in zip(path.spans, trace):
+        *between, last = [state_loss(s, t, cos_weight) for s, t in zip(states, true[span.start + 1:])]
+        loss = loss + last + (KV_WEIGHT * sum(between) / len(between) if between else 0)
+    if kl_weight:
+        with torch.no_grad():
+            teacher = gpt2.unembed(true[-1]).log_softmax(dim=-1)
+        student = gpt2.unembed(x).log_softmax(dim=-1)
+        loss = loss + kl_weight * F.kl_div(student, teacher, log_target=True, reduction="sum") / ids.numel()
+    return loss
+
+
+@torch.no_grad()
+def set_first(path, n, ids):
+    """Sets `first` of oracle n, what it adds at position 0, to the mean of what it lacks there on ids (B, T)."""
+    true, trace, _ = walk(path, ids, path.spans[-1].stop)
+    for j, state in enumerate(trace[n][1]):
+        lack = (true[path.spans[n].start + 1 + j] - state)[:, 0].mean(dim=0)
+        path.oracles[n].first[j if j + 1 < len(path.spans[n]) else -1] += lack
+
+
+@torch.no_grad()
+def fit_linear(path, batch, steps):
+    """Least squares in closed form: each head gets the matrix and bias of the smallest relative error over the text.
+
+    One span after the other, since what enters a span depends on the oracles before it. Position 0 is set_first's.
+    """
+    for n, (span, oracle) in enumerate(zip(path.spans, path.oracles)):
+        xx, xy = 0, 0                               # normal equations of all heads: (S, C+1, C+1), (S, C+1, C)
+        for step in range(steps):
+            true, trace, _ = walk(path, batch(step), path.spans[-1].stop)
+            x = trace[n][0][:, 1:].flatten(0, 1)                                        # (N, C)
+            x1 = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+            targets = torch.stack(true[span.start + 1:span.stop + 1])[:, :, 1:].flatten(1, 2)     # (S, N, C)
+            weighted = (x1 / targets.square().sum(dim=-1, keepdim=True)).mT
+            xx, xy = xx + (weighted @ x1).double(), xy + (weighted @ (targets - x)).double()
+        solution = torch.linalg.lstsq(xx, xy).solution.float()
+        oracle.up.copy_(solution[:, :-1])
+        oracle.bias.copy_(solution[:, -1])
+        set_first(path, n, batch(0))
+
+
+def train(path, batch, settings, optimizers, save):
+    """Gradient steps settings["step"] to ["steps"]; saves now and then, and when it is interrupted. True if complete."""
+    interrupted = []
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))       # looked at between steps, never within one
+    first, steps, tokens = settings["step"], settings["steps"], settings["batch_size"] * settings["context"]
+    start = shown = saved = time.time()
+    for step in range(first, steps):
+        share = min(1, (step + 1) / WARM_UP, (steps - step) / steps)        # warm-up, then linearly to zero
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = settings["lr"] * share
+        loss = path_loss(path, batch(step), settings)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        settings["step"], now = step + 1, time.time()
+        if now - shown > 5 or step in (first, steps - 1):
+            shown, rate = now, (step + 1 - first) / (now - start)
+            print(f"step {step + 1}/{steps}  loss {loss.item():.4f}  {rate * tokens:,.0f} tokens/s  "
+                  f"{(steps - step - 1) / rate:.0f} s left", flush=True)
+        if interrupted or now - saved > SAVE_EVERY:
+            saved = now
+            save()
+        if interrupted:
+            break
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return settings["step"] == steps
+
+
+def main():
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    argument_default=argparse.SUPPRESS)
+    parser.add_argument("--skip", help="blocks to skip, counted from 0, both ends included: 2-9, or 2-4,6-8 (default: 2-9)")
+    parser.add_argument("--model", help="a directory in Hugging Face's GPT-2 layout, or gpt2, gpt2-medium, gpt2-large, "
+                        "gpt2-xl, distilgpt2 (default: data/mini, which ships with the project)")
+    parser.add_argument("--text", help="docs (of the installed Python, NumPy and PyTorch), wikitext-2, or a text file "
+                        "(default: docs)")
+    parser.add_argument("--oracle", choices=KINDS, help="kind of oracle; linear is solved, not trained (default: transformer)")
+    parser.add_argument("--dim", type=positive, help="width of the oracle (default: a third of the model's)")
+    parser.add_argument("--blocks", type=positive, help="blocks of a transformer oracle (default: 2)")
+    parser.add_argument("--shared", action="store_true", help="one oracle for all spans instead of one for each")
+    parser.add_argument("--cos-weight", type=float, help="weight of 1 - cosine in the loss (default: 0.5)")
+    parser.add_argument("--kl-weight", type=float, help="weight of the KL divergence from GPT-2's own next-token "
+                        "distribution; 0 is faster, for the late blocks need not run (default: 1)")
+    parser.add_argument("--steps", type=positive, help=f"optimizer steps (default: {DEFAULTS['steps']})")
+    parser.add_argument("--batch-size", type=positive, help=f"windows in a step (default: {DEFAULTS['batch_size']})")
+    parser.add_argument("--context", type=positive, help="tokens in a window (default: the model's, at most 256)")
+    parser.add_argument("--lr", type=float, help=f"peak learning rate (default: {DEFAULTS['lr']})")
+    parser.add_argument("--seed", type=int, help="of weights and batches (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("oracle.safetensors"), help="the file written (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on with --out, or with the unfinished run beside it; its "
+                        "settings hold, and --lr or more --steps fine-tune it")
+    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda (default: %(default)s)")
+    given = vars(parser.parse_args())
+    out, device, resume = given.pop("out"), given.pop("device"), given.pop("resume", False)
+
+    # an oracle that is there stays until the new one is complete; until then that one is saved beside it
+    unfinished = Path(f"{out}.unfinished")
+    old = unfinished if unfinished.exists() else out
+    target = old if resume else unfinished if out.exists() else out
+    settings = {**DEFAULTS, **(read_settings(old) if resume else {}), **given}
+    for name in SHAPE:
+        if resume and name in given and given[name] != read_settings(old)[name]:
+            raise ValueError(f"--resume goes on with {name} = {read_settings(old)[name]}; leave --{name} out, or train anew")
+
+    gpt2, tokenizer = load_gpt2(settings["model"], device)
+    settings["context"] = settings["context"] or min(gpt2.config.n_positions, 256)
+    settings["dim"] = settings["dim"] or gpt2.config.n_embd // 3 // HEADS * HEADS
+    if settings["context"] > gpt2.config.n_positions or settings["context"] < 8:
+        raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model")
+    torch.manual_seed(settings["seed"])
+    path = load_path(old, gpt2) if resume else new_path(gpt2, settings).to(device)
+    training_ids, heldout_ids = (ids.to(device) for ids in load_tokens(settings["text"], tokenizer, settings["context"] + 1))
+
+    def batch(step):
+        return sample_windows(training_ids, settings["batch_size"], settings["context"], settings["seed"], step)
+
+    replaced = sum(p.numel() for span in path.spans for i in span for p in gpt2.blocks[i].parameters())
+    predicting, caching = path.n_parameters()
+    print(f"{settings['model']}: blocks {settings['skip']} replaced by {predicting:,} oracle parameters "
+          f"({predicting / replaced:.1%} of theirs), and {caching:,} for the KV cache", flush=True)
+    optimizers = [torch.optim.AdamW(path.oracles.parameters(), betas=(0.9, 0.95), weight_decay=0.0)]
+
+    def save():
+        save_path(target, path, settings, optimizer_tensors(path.oracles, optimizers))
+        if target == out:
+            unfinished.unlink(missing_ok=True)
+
+    save()                                      # better now than in minutes, should there be no permission or no space
+    if settings["oracle"] == "linear":
+        fit_linear(path, batch, settings["steps"])
+        settings["step"] = settings["steps"]
+    else:
+        if resume:
+            restore_optimizers(path.oracles, optimizers, read_tensors(old))
+        else:
+            for n in range(len(path.spans)):
+                set_first(path, n, batch(0))
+        if not train(path, batch, settings, optimizers, save):
+            print(f"stopped after step {settings['step']}, saved in {target}; go on with: python train_oracle.py --resume"
+                  + (f" --out {out}" if str(out) != "oracle.safetensors" else ""))
+            sys.exit(130)
+    save_path(out, path, settings)
+    unfinished.unlink(missing_ok=True)
+    print(f"saved in {out}; held out, {len(heldout_ids):,} tokens of {settings['text']}:\n", flush=True)
+    show(path_rows(gpt2, [(out.name, path)], heldout_ids, settings["context"]), PATH_COLUMNS)
+
+
+if __name__ == "__main__":
+    command(main)
