@@ -7,23 +7,21 @@ unmodified GPT-2 go on with the KV cache that the path left. `evaluate` and `con
 import argparse
 import json
 import math
-import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from data.cli import Parser, command, positive, progress
 from data.corpus import load_tokens
+from data.cost import flops, milliseconds
 from load_weights import load_gpt2, replace_file
 from model import LayerCache
 from oracle import Nothing, PathOracle, load_path, read_settings, true_states
 
 SHIPPED = Path(__file__).parent / "data" / "mini" / "oracle.safetensors"
 REPLAY = 16                 # prompt tokens that the full model reads; README has the trade-off behind the choice
-TIMED = 15                  # interleaved runs behind each time
 DECODE = 48                 # tokens that --prompt goes on for
 
 
@@ -99,32 +97,6 @@ def continuations(path, ids, prompt, length, replay):
         for name in logits:
             losses.setdefault(name, []).append(token_losses(logits[name], targets))
     return {name: torch.cat(parts) for name, parts in losses.items()}
-
-
-# ---- cost ----
-
-def flops(function, *args):
-    """Floating-point operations of the matrix products and attentions in function(*args), counted as they run."""
-    def attention(q, k, v, *args, out_shape=None, **kwargs):
-        return sdpa_flop_count(q, k, v)
-    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu      # the counter does not know it
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={cpu_attention: attention}) as counter:
-        function(*args)
-    return counter.get_total_flops()
-
-
-@torch.no_grad()
-def milliseconds(functions, ids):
-    """Median time of each function(ids) -> list. Runs are interleaved, so that a slow moment of the machine hits all."""
-    times = [[] for _ in functions]
-    for _ in range(TIMED + 1):
-        for function, its in zip(functions, times):
-            start = time.perf_counter()
-            function(ids)
-            if ids.is_cuda:
-                torch.cuda.synchronize()
-            its.append(1000 * (time.perf_counter() - start))
-    return [statistics.median(its[1:]) for its in times]
 
 
 # ---- tables ----
@@ -223,52 +195,17 @@ def show_continuations(gpt2, tokenizer, named_paths, text, replay):
     for name, path in named_paths:
         ways[f"{name} throughout"] = lambda path=path: decode_uncached(path, ids, n)
         ways[f"{name} prefill, then the full model"] = lambda path=path: decode(gpt2, *path.prefill(ids, replay), n)
+    reference = None
     for name, way in ways.items():
         start = time.perf_counter()
         out = way()
         rate = n / (time.perf_counter() - start)
-        reference = out if name == "original" else reference
+        reference = reference or out
         equal = sum(a == b for a, b in zip(out, reference)) / n
         grams = [tuple(out[i:i + 4]) for i in range(n - 3)]
         repeated = 1 - len(set(grams)) / len(grams) if grams else 0
         print(f"[{name}: {rate:.0f} tokens/s, {equal:.0%} as the original, {repeated:.0%} of the 4-grams repeated]")
         print(text + tokenizer.decode(out) + "\n", flush=True)
-
-
-# ---- command line, shared with train_oracle.py ----
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ValueError(f"{message} (see --help)")
-
-
-def positive(text):
-    """For argparse: an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def command(main):
-    """Runs main; trouble with what the user gave becomes one line on stderr and exit status 2."""
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
-
-
-def progress(batches):
-    """Yields the batches, and every five seconds says on stderr how far it is."""
-    start = shown = time.time()
-    done = 0
-    for n, batch in enumerate(batches):
-        if time.time() - shown > 5:
-            shown, seconds = time.time(), time.time() - start
-            print(f"  evaluating: {n}/{len(batches)} batches, {done / seconds:,.0f} tokens/s, "
-                  f"{seconds / n * (len(batches) - n):.0f} s left", file=sys.stderr, flush=True)
-        yield batch
-        done += batch.numel()
 
 
 def main():

@@ -5,31 +5,21 @@ what is wrong and what to do.
 """
 
 import hashlib
-import http.client
-import json
 import os
-import urllib.error
-import urllib.request
 from dataclasses import fields
 from pathlib import Path
 
-import tiktoken
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from data.hub import find, read_json
+from data.tokenizer import load_tokenizer
 from model import GPT2, GPT2Config
-
-REPOSITORIES = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
-REPOSITORIES["distilgpt2"] = "distilbert/distilgpt2"
-FILES = ("config.json", "vocab.json", "merges.txt", "model.safetensors")
-EOT = "<|endoftext|>"
-# GPT-2 cuts text into words before it merges bytes (encoder.py of the published GPT-2 code)
-SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 
 def load_gpt2(model, device="cpu"):
-    """(GPT2, tiktoken.Encoding) of a directory in Hugging Face's GPT-2 layout, or of a name in REPOSITORIES.
+    """(GPT2, tiktoken.Encoding) of a directory in Hugging Face's GPT-2 layout, or of a name such as gpt2 (data/hub.py).
 
     The weights are frozen and float32. On the CPU a float32 file is used through its memory map, not copied.
     """
@@ -41,46 +31,6 @@ def load_gpt2(model, device="cpu"):
         raise ValueError(f"{directory}: the tokenizer has ids up to {tokenizer.max_token_value}, "
                          f"vocab_size in config.json is {config.vocab_size}: the files belong to different models")
     return gpt2, tokenizer
-
-
-# ---- where the files are ----
-
-def find(model):
-    """The directory of a model: itself, a Hugging Face cache that has it whole, or our own cache (downloads what lacks)."""
-    if os.path.isdir(model):
-        return Path(model)
-    if model not in REPOSITORIES:
-        raise ValueError(f"no such model: {model} (give a directory, or one of: {', '.join(REPOSITORIES)})")
-    environ, home_cache = os.environ, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    hub = Path(environ.get("HF_HUB_CACHE") or Path(environ.get("HF_HOME") or home_cache / "huggingface") / "hub")
-    for repository in (REPOSITORIES[model], model):         # older caches know gpt2 without its organisation
-        for snapshot in hub.glob(f"models--{repository.replace('/', '--')}/snapshots/*"):
-            if all((snapshot / name).exists() for name in FILES):
-                return snapshot
-    directory = home_cache / "pathoracle" / model
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-        if not (directory / name).exists():
-            download(f"{endpoint}/{REPOSITORIES[model]}/resolve/main/{name}", directory / name)
-    return directory
-
-
-def download(url, path, sha256=None):
-    """Fetches url to path with a progress bar; path appears only once it has the size (and sum) that it must have."""
-    part = Path(f"{path}.{os.getpid()}.part")
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD")) as reply:
-            size = reply.headers["Content-Length"]
-        print(f"downloading {url}")
-        torch.hub.download_url_to_file(url, str(part), hash_prefix=sha256)
-        if size is not None and part.stat().st_size != int(size):       # torch.hub takes a cut connection for the end
-            raise ValueError(f"{part.stat().st_size} bytes came instead of {size}")
-        os.replace(part, path)
-    except (OSError, http.client.HTTPException, RuntimeError, ValueError) as error:
-        raise OSError(f"could not download {url}: {error}; try again, or set HF_ENDPOINT to a mirror") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 # ---- config.json ----
@@ -114,18 +64,6 @@ def load_config(directory):
     if sizes["n_embd"] % sizes["n_head"]:
         raise ValueError(f"{path}: n_embd = {sizes['n_embd']} is not divisible by n_head = {sizes['n_head']}")
     return GPT2Config(**sizes)
-
-
-def read_json(path):
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: a model is a directory with {', '.join(FILES)}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): fetch it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged (no JSON object): fetch it again")
-    return value
 
 
 # ---- model.safetensors ----
@@ -194,40 +132,6 @@ def fingerprint(gpt2):
     for p in gpt2.parameters():
         digest.update(p[::max(1, len(p) // 16)].detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-# ---- vocab.json and merges.txt ----
-
-def byte_characters():
-    """{character: byte}: in both files a byte that prints stands for itself, the n-th of the others is chr(256 + n)."""
-    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in prints]
-    return {**{chr(b): b for b in prints}, **{chr(256 + n): b for n, b in enumerate(others)}}
-
-
-def load_tokenizer(directory):
-    """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) as a tiktoken.Encoding.
-
-    tiktoken merges the pair that makes the token of the lowest id, which is GPT-2's rule only where ids are in the order
-    of the merges; other vocabularies are refused. The files are not read by tiktoken.load: it caches them by their path.
-    """
-    path, merges_path = Path(directory) / "vocab.json", Path(directory) / "merges.txt"
-    vocab = read_json(path)
-    if not merges_path.exists():
-        raise ValueError(f"{merges_path} is missing: a model is a directory with {', '.join(FILES)}")
-    lines = merges_path.read_text(encoding="utf-8").split("\n")
-    merges = [line.split() for line in lines if line and not line.startswith("#version")]
-    byte_of = byte_characters()
-    tokens = [*byte_of, *("".join(pair) for pair in merges)]
-    ids = [vocab.get(token) for token in tokens]
-    if None in ids or EOT not in vocab or any(len(pair) != 2 for pair in merges):
-        lacking = EOT if EOT not in vocab else "a byte or a merge of merges.txt"
-        raise ValueError(f"{path} lacks {lacking}: vocab.json and merges.txt do not belong together, or are damaged")
-    if ids[256:] != sorted(set(ids[256:])) or max(ids[:256]) > min(ids[256:], default=1 << 31):
-        raise ValueError(f"{path}: ids are not in the order of merges.txt, as GPT-2's are; such a tokenizer is not supported")
-    special = {token: i for token, i in vocab.items() if token not in set(tokens)}
-    ranks = {bytes(byte_of[c] for c in token): i for token, i in zip(tokens, ids)}
-    return tiktoken.Encoding(name=str(path), pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
 
 
 # ---- files of our own ----

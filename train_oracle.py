@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from data.cli import Parser, command, positive
 from data.corpus import load_tokens, sample_windows
-from eval_ppl import PATH_COLUMNS, Parser, command, path_rows, positive, show
+from eval_ppl import PATH_COLUMNS, path_rows, show
 from load_weights import load_gpt2, optimizer_tensors, read_tensors, restore_optimizers
 from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, true_states
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from load_weights import download
+from data.hub import download
 
 CACHE = Path(__file__).parent / "cache"
 MIN_CHARS = 200             # a shorter literal is seldom documentation

@@ -17,8 +17,9 @@ from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional as F
 
 from data.corpus import load_text, load_tokens, sample_windows
-from eval_ppl import mean_loss
-from load_weights import EOT, load_tokenizer, optimizer_tensors, read_metadata, read_tensors, restore_optimizers, save_tensors
+from eval_ppl import evaluate
+from data.tokenizer import EOT, load_tokenizer
+from load_weights import optimizer_tensors, read_metadata, read_tensors, restore_optimizers, save_tensors
 from model import GPT2, GPT2Config
 
 CONFIG = GPT2Config(vocab_size=4096, n_positions=256, n_embd=192, n_layer=12, n_head=6)
@@ -52,6 +53,10 @@ def new_model(seed):
 def learning_rate(step, steps):
     """Share of the full learning rate: warm-up, plateau, linear cool-down to zero."""
     return min(1, (step + 1) / WARM_UP, (steps - step) / (COOL_DOWN * steps))
+
+
+def heldout_loss(model, ids):
+    return math.log(evaluate(model, [], ids, CONFIG.n_positions)[0]["ppl"])
 
 
 def write_hugging_face(model, directory):
@@ -116,13 +121,13 @@ def main():
                    f"{tokens * (done - first) / seconds:,.0f} tokens/s  {left / 60:.0f} min left"
             recent = []
             if done % 250 == 0:
-                line += f"  held-out {mean_loss(model, heldout[:128 * T], T):.3f} (first 128 windows)"
+                line += f"  held-out {heldout_loss(model, heldout[:128 * T]):.3f} (first 128 windows)"
                 save_tensors(checkpoint, {**model.state_dict(), **optimizer_tensors(model, [muon, adam])},
                              {"step": str(done), "seconds": str(before + seconds)})
             print(line, flush=True)
 
     write_hugging_face(model, args.out)
-    loss = mean_loss(model, heldout, T)
+    loss = heldout_loss(model, heldout)
     print(f"held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}; {args.steps * tokens:,} tokens "
           f"in {(before + time.time() - start) / 60:.0f} minutes")
 

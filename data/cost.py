@@ -1,0 +1,89 @@
+"""What a path saves: floating-point operations as counted, milliseconds as measured.  python -m data.cost  prints both.
+
+Weights are random, for speed does not depend on them: the shape of the embedded model at its context of 256 tokens, and
+GPT-2 Small's at 1,024; blocks 2 to 9 of 12 skipped. Everything in one table was measured in one interleaved run.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+
+def flops(function, *args):
+    """Floating-point operations of the matrix products and attentions in function(*args), counted as they run."""
+    def attention(q, k, v, *args, out_shape=None, **kwargs):
+        return sdpa_flop_count(q, k, v)
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu      # the counter does not know it
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={cpu_attention: attention}) as counter:
+        function(*args)
+    return counter.get_total_flops()
+
+
+def milliseconds(functions, ids, runs=15):
+    """Median time of each function(ids) -> list. Runs are interleaved, so that a slow moment of the machine hits all."""
+    times = [[] for _ in functions]
+    for _ in range(runs + 1):
+        for function, its in zip(functions, times):
+            start = time.perf_counter()
+            function(ids)
+            if ids.is_cuda:
+                torch.cuda.synchronize()
+            its.append(1000 * (time.perf_counter() - start))
+    return [statistics.median(its[1:]) for its in times]          # the first one warms up
+
+
+def main():
+    from model import GPT2, GPT2Config
+    from oracle import new_path
+    from train_oracle import DEFAULTS, path_loss
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=15, help="interleaved runs behind each median (%(default)s)")
+    parser.add_argument("--replay", type=int, default=16, help="prompt tokens for the full model (%(default)s)")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores\n")
+
+    for name, config, dim in (("embedded model", GPT2Config(4096, 256, 192, 12, 6), 64), ("GPT-2 Small", GPT2Config(), 256)):
+        torch.manual_seed(0)
+        gpt2 = GPT2(config).requires_grad_(False)
+        T = config.n_positions
+        path = new_path(gpt2, {**DEFAULTS, "dim": dim})
+        ids = torch.randint(config.vocab_size, (1, T))
+        ways = {"full prefill": lambda ids: path.prefill(ids, replay=T),
+                "path": lambda ids: gpt2.unembed(path.hidden(ids)[:, -1]),
+                f"oracle prefill, replay {args.replay}": lambda ids: path.prefill(ids, args.replay),
+                "oracle prefill, no replay": lambda ids: path.prefill(ids)}
+        with torch.no_grad():
+            times = milliseconds(ways.values(), ids, args.runs)
+        operations = [flops(way, ids) for way in ways.values()]
+        print(f"time to first token, {name}'s shape, prompt of {T}\n"
+              f"{'':28}{'GFLOP':>8}{'allowed':>9}{'ms':>9}{'speed-up':>10}{'reached':>9}")
+        for way, operation, ms in zip(ways, operations, times):
+            allowed, speedup = operations[0] / operation, times[0] / ms
+            print(f"{way:28}{operation / 1e9:8.2f}{allowed:8.2f}x{ms:9.1f}{speedup:9.2f}x{speedup / allowed:9.0%}")
+        print()
+
+        # training: a step against the frozen model's forward pass alone, same batch
+        batch = torch.randint(config.vocab_size, (8 if T == 256 else 2, 256))
+
+        def step(ids, **changed):
+            path_loss(path, ids, {**DEFAULTS, **changed}).backward()
+
+        def forward(ids):
+            with torch.no_grad():
+                gpt2.run(gpt2.embed(ids), 0, path.spans[-1].stop)
+        ways = {"forward pass of GPT-2 alone, up to block 10": forward, "a training step, --kl-weight 0": lambda ids: step(ids, kl_weight=0),
+                "a training step": step}
+        times = milliseconds(ways.values(), batch, max(3, args.runs // 3))
+        print(f"training, {name}'s shape, batch of {batch.shape[0]} x {batch.shape[1]}")
+        for way, ms in zip(ways, times):
+            print(f"{way:46}{1000 * batch.numel() / ms:9,.0f} tokens/s{times[0] / ms:8.0%}")
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
