@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.cli import Parser, command, positive, progress
+from data.cli import CONTINUATION_COLUMNS, PATH_COLUMNS, Parser, command, positive, progress, show
 from data.corpus import load_tokens
 from data.cost import flops, milliseconds
 from load_weights import load_gpt2, replace_file
 from model import LayerCache
-from oracle import Nothing, PathOracle, load_path, read_settings, true_states
+from oracle import load_path, plain_skip, read_settings, true_states
 
 SHIPPED = Path(__file__).parent / "data" / "mini" / "oracle.safetensors"
 REPLAY = 16                 # prompt tokens that the full model reads; README has the trade-off behind the choice
@@ -32,9 +32,9 @@ def token_losses(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 
-def windows(ids, context, batch_size=8):
-    """Cuts 1-D ids into non-overlapping windows: batches (batch_size, context), the last window as long as it comes."""
-    whole = len(ids) // context * context
+def windows(ids, context):
+    """Cuts 1-D ids into non-overlapping windows: batches (B, context) of about 2,048 tokens, the last window what is left."""
+    whole, batch_size = len(ids) // context * context, max(1, 2048 // context)
     batches = list(ids[:whole].view(-1, context).split(batch_size)) if whole else []
     return batches + [ids[None, whole:]] if len(ids) - whole > 1 else batches
 
@@ -66,7 +66,7 @@ def evaluate(gpt2, paths, ids, context):
 
 def prefills(path, replay):
     """{name: function of prompt ids -> (last state, KV cache)}: the ways to read a prompt that are compared."""
-    nothing = PathOracle(path.gpt2, path.spans, [Nothing() for _ in path.spans])
+    nothing = plain_skip(path.gpt2, path.spans)
 
     def no_cache(ids):
         x, cache = path.read(ids)
@@ -108,7 +108,7 @@ def path_rows(gpt2, named_paths, ids, context):
         if path.spans not in skips:             # once for each pattern
             skips.append(path.spans)
             names.append("skip")
-            paths.append(PathOracle(gpt2, path.spans, [Nothing() for _ in path.spans]))
+            paths.append(plain_skip(gpt2, path.spans))
         names.append(name)
         paths.append(path)
     figures = evaluate(gpt2, paths, ids, context)
@@ -144,24 +144,6 @@ def continuation_rows(path, ids, context, replay):
     return rows
 
 
-def show(rows, columns):
-    """Prints rows as a table; a column is (key, heading, format)."""
-    cells = [[heading for _, heading, _ in columns]]
-    cells += [["" if row.get(key) is None else form.format(row[key]) for key, _, form in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for line in cells:
-        print("  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]).rstrip())
-    print(flush=True)
-
-
-COST = [("compute", "compute", "{:.1%}"), ("ppl", "PPL", "{:.2f}"), ("ratio", "ratio", "{:.3f}")]
-TIME = [("prefill_ms", "prefill ms", "{:.1f}"), ("speedup", "speed-up", "{:.2f}x")]
-PATH_COLUMNS = [("path", "path", "{}"), ("blocks_run", "blocks", "{}"), *COST, ("cosine", "cosine", "{:.4f}"),
-                ("mse", "MSE", "{:.4g}"), *TIME]
-CONTINUATION_COLUMNS = [("path", "prompt read by", "{}"), ("blocks_run", "blocks", "{}"), *COST,
-                        ("first_16_ratio", "first 16", "{:.3f}"), *TIME]
-
-
 # ---- greedy continuation ----
 
 @torch.no_grad()
@@ -189,7 +171,7 @@ def show_continuations(gpt2, tokenizer, named_paths, text, replay):
     n = min(DECODE, gpt2.config.n_positions - ids.shape[1])
     if ids.shape[1] == 0 or n < 1:
         raise ValueError(f"--prompt has {ids.shape[1]} tokens: it takes 1 to {gpt2.config.n_positions - 1} for this model")
-    nothing = PathOracle(gpt2, named_paths[0][1].spans, [Nothing() for _ in named_paths[0][1].spans])
+    nothing = plain_skip(gpt2, named_paths[0][1].spans)
     ways = {"original": lambda: decode(gpt2, *named_paths[0][1].prefill(ids, replay=ids.shape[1]), n),
             "skip throughout": lambda: decode_uncached(nothing, ids, n)}
     for name, path in named_paths:

@@ -153,6 +153,11 @@ class PathOracle(nn.Module):
         return self.gpt2.unembed(x), cache
 
 
+def plain_skip(gpt2, spans):
+    """The path with nothing in place of the skipped blocks."""
+    return PathOracle(gpt2, spans, [Nothing() for _ in spans])
+
+
 def true_states(gpt2, ids, stop):
     """What the oracles have to predict: the hidden states before block 0, before block 1, ... before block `stop`."""
     states = [gpt2.embed(ids)]

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.cli import Parser, command, positive
+from data.cli import PATH_COLUMNS, Parser, command, positive, show
 from data.corpus import load_tokens, sample_windows
-from eval_ppl import PATH_COLUMNS, path_rows, show
+from eval_ppl import path_rows
 from load_weights import load_gpt2, optimizer_tensors, read_tensors, restore_optimizers
 from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, true_states
 

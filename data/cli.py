@@ -1,8 +1,15 @@
-"""What the commands share: errors in one line, and progress."""
+"""What the commands share: errors in one line, progress, tables."""
 
 import argparse
 import sys
 import time
+
+COST = [("compute", "compute", "{:.1%}"), ("ppl", "PPL", "{:.2f}"), ("ratio", "ratio", "{:.3f}")]
+TIME = [("prefill_ms", "prefill ms", "{:.1f}"), ("speedup", "speed-up", "{:.2f}x")]
+PATH_COLUMNS = [("path", "path", "{}"), ("blocks_run", "blocks", "{}"), *COST, ("cosine", "cosine", "{:.4f}"),
+                ("mse", "MSE", "{:.4g}"), *TIME]
+CONTINUATION_COLUMNS = [("path", "prompt read by", "{}"), ("blocks_run", "blocks", "{}"), *COST,
+                        ("first_16_ratio", "first 16", "{:.3f}"), *TIME]
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,3 +44,13 @@ def progress(batches):
                   f"{seconds / n * (len(batches) - n):.0f} s left", file=sys.stderr, flush=True)
         yield batch
         done += batch.numel()
+
+
+def show(rows, columns):
+    """Prints rows as a table; a column is (key, heading, format)."""
+    cells = [[heading for _, heading, _ in columns]]
+    cells += [["" if row.get(key) is None else form.format(row[key]) for key, _, form in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for line in cells:
+        print("  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]).rstrip())
+    print(flush=True)

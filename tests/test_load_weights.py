@@ -189,7 +189,8 @@ def refusal(directory):
     ("tie_word_embeddings", False), ("pruned_heads", {"0": [1]}), ("quantization_config", {"bits": 8}),
     ("n_head", 3), ("n_embd", "8"), ("n_embd", 8.0), ("n_layer", None), ("n_layer", 0), ("n_head", True),
     ("n_head", -2), ("n_positions", [16]), ("vocab_size", {}), ("n_inner", "32"),
-    ("layer_norm_epsilon", "1e-5"), ("layer_norm_epsilon", 0)])
+    ("layer_norm_epsilon", "1e-5"), ("layer_norm_epsilon", 0), ("layer_norm_epsilon", float("nan")),
+    ("layer_norm_epsilon", float("inf")), ("n_positions", 10 ** 30)])
 def test_refuses_a_setting_by_its_name(tmp_path, name, value):
     make_checkpoint(tmp_path)
     edit_config(tmp_path, lambda config: config | {name: value})
@@ -267,6 +268,13 @@ def test_refuses_an_index_that_names_a_missing_shard(tmp_path):
     assert "model-2.safetensors" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["model-1.safetensors"]}], ids=str)
+def test_refuses_a_damaged_index(tmp_path, index):
+    make_checkpoint(tmp_path, shards=2)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model.safetensors.index.json" in refusal(tmp_path)
+
+
 def test_refuses_a_tokenizer_with_more_ids_than_the_model(tmp_path):
     ids = 256 + len(MERGES) + 1
     make_checkpoint(tmp_path, vocab_size=ids - 1)
@@ -334,6 +342,23 @@ def test_merges_cut_short_anywhere_are_refused(tmp_path):
         with pytest.raises(ValueError) as caught:
             load_tokenizer(tmp_path)
         assert "merges.txt" in str(caught.value) and "\n" not in str(caught.value), length
+
+
+@pytest.mark.parametrize("change", [{"!": "0"}, {"!": 1}, {"!": -1}, {"!": None}, {EOT: 5}, {EOT: "500"}], ids=str)
+def test_refuses_ids_that_are_none(tmp_path, change):
+    vocab = write_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | change), encoding="utf-8")
+    with pytest.raises(ValueError, match="vocab.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("merges", [[("\u2603", "a")],                           # a snowman spells no byte
+                                    [("a", "b"), ("c", "d"), ("a", "b")],        # the same merge again
+                                    [("b", "c"), ("a", "b"), ("ab", "c")]], ids=str)     # tiktoken would make a, bc one
+def test_refuses_merges_that_tiktoken_cannot_follow(tmp_path, merges):
+    write_tokenizer(tmp_path, merges)
+    with pytest.raises(ValueError, match="merges.txt|vocab.json"):
+        load_tokenizer(tmp_path)
 
 
 def test_merges_may_come_close_to_end_of_text(tmp_path):

@@ -1,10 +1,12 @@
 """oracle.py and the losses of train_oracle.py: the path against explicit passes, the fits against closed forms."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import CONFIG, random_ids, randomize, tiny_gpt2
+from tiny import CONFIG, Exact, random_ids, randomize, tiny_gpt2
 from torch import nn
 from torch.testing import assert_close
 
@@ -15,23 +17,6 @@ CLOSE = dict(atol=1e-4, rtol=1e-4)
 SKIPS = ["2-4", "3-3", "1-2,4-4", "0-5"]
 SETTINGS = {"model": "tiny", "skip": "2-4", "oracle": "transformer", "dim": 16, "blocks": 2, "shared": False,
             "cos_weight": 0.5, "kl_weight": 0.0}
-
-
-class Exact(nn.Module):
-    """The oracle that runs the skipped blocks."""
-
-    def __init__(self, gpt2, span):
-        super().__init__()
-        self.gpt2, self.span = gpt2, span
-
-    def forward(self, x):
-        return self.states(x, len(self.span))[-1]
-
-    def states(self, x, n):
-        states = []
-        for i in self.span:
-            states.append(x := self.gpt2.blocks[i](x))
-        return states
 
 
 @pytest.fixture
@@ -191,9 +176,10 @@ def test_a_file_that_is_no_oracle_is_refused(saved, gpt2, metadata):
 
 def test_an_oracle_that_lacks_a_tensor_is_refused(saved, gpt2):
     tensors = load_file(saved)
+    metadata = {"pathoracle": json.dumps(read_settings(saved))}
     for damaged in ({**tensors, "0.up": tensors["0.up"][:1]}, {name: t for name, t in tensors.items() if name != "0.up"}):
+        save_file(damaged, saved, metadata)
         with pytest.raises(ValueError, match="0.up"):
-            save_file(damaged, saved, {"pathoracle": __import__("json").dumps(read_settings(saved))})
             load_path(saved, gpt2)
 
 
@@ -275,18 +261,46 @@ def test_fit_linear_recovers_blocks_that_are_linear(gpt2):
 # ---- the massive activation ----
 
 def massive_gpt2(norm):
-    """A GPT-2 whose block 2 writes a state of about this norm at position 0, with a neuron that its wpe alone excites."""
+    """A GPT-2 whose block 2 writes a state of about this norm at position 0, by a neuron that only its wpe excites."""
     gpt2 = tiny_gpt2()
-    gpt2.wpe.weight[:, 0], gpt2.wpe.weight[0, 0] = 0, 40
-    mlp, direction = gpt2.blocks[2].mlp, torch.randn(24, generator=torch.Generator().manual_seed(2))
-    gpt2.blocks[2].ln_2.weight[0], gpt2.blocks[2].ln_2.bias[0] = 1, 0
-    mlp.c_fc.weight[0], mlp.c_fc.bias[0] = 0, -40
-    mlp.c_fc.weight[0, 0] = 10                      # after the layer norm, coordinate 0 is 4.7 there and below 4 elsewhere
-    mlp.c_proj.weight[:, 0] = direction / direction.norm() * norm / 7
+    gpt2.wte.weight[:, 0] = gpt2.wpe.weight[:, 0] = 0           # up to block 2, coordinate 0 is wpe's alone
+    gpt2.wpe.weight[0, 0] = 200
+    for block in gpt2.blocks[:2]:
+        for layer in (block.attn.c_proj, block.mlp.c_proj):
+            layer.weight[0] = layer.bias[0] = 0
+    block = gpt2.blocks[2]
+    block.attn.c_proj.weight[0] = block.attn.c_proj.bias[0] = 0
+    block.ln_2.weight[0], block.ln_2.bias[0] = 1, 0
+    block.mlp.c_fc.weight[0], block.mlp.c_fc.bias[0] = 0, -10
+    block.mlp.c_fc.weight[0, 0] = 4         # behind the layer norm, coordinate 0 is 4.8 at position 0 and about 0 elsewhere
+    direction = torch.randn(24, generator=torch.Generator().manual_seed(0))
+    block.mlp.c_proj.weight[:, 0] = direction / direction.norm() * norm / (4 * 4.8 - 10)
     return gpt2
 
 
-if __name__ == "__main__":
-    g = massive_gpt2(3000)
-    ids = random_ids(8, 20)
-    for s in true_states(g, ids, 5): print(s.norm(dim=-1)[:3, :6])
+def relative_errors(gpt2, steps=300):
+    """Trains an oracle -> mean relative error of what it predicts on fresh ids: at position 0, at the others."""
+    torch.manual_seed(0)
+    path = new_path(gpt2, SETTINGS)
+    set_first(path, 0, random_ids(8, 20))
+    optimizer = torch.optim.AdamW(path.oracles.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (steps - step) / steps
+        path_loss(path, random_ids(8, 20, seed=step), SETTINGS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ids = random_ids(16, 20, seed=steps)
+    states = true_states(gpt2, ids, 5)
+    with torch.no_grad():
+        error = (path.oracles[0](states[2]) - states[5]).norm(dim=-1) / states[5].norm(dim=-1)
+    return error[:, 0].mean().item(), error[:, 1:].mean().item()
+
+
+def test_a_massive_activation_at_position_0_does_not_disturb_the_others():
+    norms = true_states(massive_gpt2(3000), random_ids(8, 20), 3)[3].norm(dim=-1)
+    assert (2500 < norms[:, 0]).all() and (norms[:, 0] < 3500).all() and (norms[:, 1:] < 100).all()
+    first, others = relative_errors(massive_gpt2(3000))
+    _, others_without = relative_errors(massive_gpt2(0))
+    assert first < 0.03
+    assert others < 1.2 * others_without
+    assert others_without < 0.5                                 # it did learn

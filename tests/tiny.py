@@ -1,4 +1,4 @@
-"""A tiny GPT-2 with random weights, the same as a directory in Hugging Face's layout, and a tiny text."""
+"""A tiny GPT-2 with random weights, the same as a directory in Hugging Face's layout, a tiny text, and what to expect."""
 
 import json
 import random
@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from model import GPT2, GPT2Config
 
@@ -37,6 +38,41 @@ def randomize(module, seed=0, std=0.3):
     with torch.no_grad():
         for p in module.parameters():
             p.normal_(0, std, generator=generator)
+
+
+class Exact(nn.Module):
+    """The oracle that runs the skipped blocks."""
+
+    def __init__(self, gpt2, span):
+        super().__init__()
+        self.gpt2, self.span = gpt2, span
+
+    def forward(self, x):
+        return self.states(x, len(self.span))[-1]
+
+    def states(self, x, n):
+        states = []
+        for i in self.span:
+            states.append(x := self.gpt2.blocks[i](x))
+        return states
+
+
+def mixed_logits(path, ids, jumped, seen=True):
+    """What a prefill of which `jumped` tokens went through the path must lead to, computed without a cache.
+
+    All of ids (B, T) goes through all blocks, but behind each skipped one the first tokens' states are the oracle's.
+    seen=False hides those tokens from the others in the skipped blocks.
+    """
+    x = path.gpt2.embed(ids)
+    for i, block in enumerate(path.gpt2.blocks):
+        for span, oracle in zip(path.spans, path.oracles):
+            if i == span.start:
+                states = oracle.states(x[:, :jumped], len(span))
+        if any(i in span for span in path.spans):
+            x = torch.cat([states.pop(0), block(x)[:, jumped:] if seen else block(x[:, jumped:])], dim=1)
+        else:
+            x = block(x)
+    return path.gpt2.unembed(x)
 
 
 def write_checkpoint(directory, seed=0):
