@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.cli import CONTINUATION_COLUMNS, PATH_COLUMNS, Parser, command, positive, progress, show
+from data.cli import CONTINUATION_COLUMNS, PATH_COLUMNS, Parser, command, device, positive, progress, show
 from data.corpus import load_tokens
 from data.cost import flops, milliseconds
 from load_weights import load_gpt2, replace_file
@@ -201,7 +201,7 @@ def main():
                         "(default: %(default)s)")
     parser.add_argument("--prompt", help="show the greedy continuation of this text by each path instead of the tables")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda (default: %(default)s)")
+    parser.add_argument("--device", type=device, default="cpu", help="where to compute, such as cuda (default: %(default)s)")
     args = parser.parse_args()
 
     files = args.oracles or [Path("oracle.safetensors") if Path("oracle.safetensors").exists() else SHIPPED]
@@ -229,8 +229,8 @@ def main():
         show(its, CONTINUATION_COLUMNS)
         continuation += its if len(named_paths) == 1 else [{**row, "oracle": name} for row in its]
     if args.json:
-        figures = {"model": model, "text": text, "tokens": len(ids), "context": context, "rows": rows, "continuation": continuation}
-        replace_file(args.json, json.dumps(figures, indent=1).encode())
+        figures = {"model": model, "text": text, "tokens": len(ids), "context": context, "rows": rows}
+        replace_file(args.json, json.dumps({**figures, "continuation": continuation}, indent=1).encode())
 
 
 if __name__ == "__main__":

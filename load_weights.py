@@ -58,7 +58,7 @@ def load_config(directory):
         value = config.get(field.name, config.get(alias.get(field.name), field.default))
         if not (field.name == "n_inner" and value is None):
             kind = (float, int) if field.name == "layer_norm_epsilon" else int
-            if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
+            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < 1 << 31:
                 raise ValueError(f"{path}: {field.name} = {value!r} is not a positive number")
         sizes[field.name] = value
     if sizes["n_embd"] % sizes["n_head"]:
@@ -73,7 +73,10 @@ def load_weights(directory, config):
     index = Path(directory) / "model.safetensors.index.json"
     files = [Path(directory) / "model.safetensors"]
     if not files[0].exists() and index.exists():
-        files = [Path(directory) / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+            raise ValueError(f"{index} is damaged (no weight_map of file names): fetch it again")
+        files = [Path(directory) / name for name in sorted(set(weight_map.values()))]
     found = {}
     for path in files:
         for name, tensor in read_tensors(path).items():

@@ -139,6 +139,8 @@ class PathOracle(nn.Module):
 
         The last `replay` tokens go through the full model, over the cache that the path leaves of those before them.
         """
+        if not ids.numel():
+            raise ValueError("an empty prompt leads to nothing: give at least one token")
         gpt2, cache = self.gpt2, self.gpt2.new_cache()
         jumped = max(0, ids.shape[1] - replay)
         if jumped:

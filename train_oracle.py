@@ -5,6 +5,7 @@ nothing is stored but the oracle. The run ends with the held-out figures that ev
 """
 
 import argparse
+import shlex
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.cli import PATH_COLUMNS, Parser, command, positive, show
+from data.cli import PATH_COLUMNS, Parser, command, device, positive, show
 from data.corpus import load_tokens, sample_windows
 from eval_ppl import path_rows
 from load_weights import load_gpt2, optimizer_tensors, read_tensors, restore_optimizers
@@ -108,6 +109,8 @@ def train(path, batch, settings, optimizers, save):
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = settings["lr"] * share
         loss = path_loss(path, batch(step), settings)
+        if not loss.isfinite():
+            raise ValueError(f"the loss is {loss.item()} in step {step + 1}: take a smaller --lr; nothing was saved since")
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -149,10 +152,12 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("oracle.safetensors"), help="the file written (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with --out, or with the unfinished run beside it; its "
                         "settings hold, and --lr or more --steps fine-tune it")
-    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda (default: %(default)s)")
+    parser.add_argument("--device", type=device, default="cpu", help="where to compute, such as cuda (default: %(default)s)")
     given = vars(parser.parse_args())
-    out, device, resume = given.pop("out"), given.pop("device"), given.pop("resume", False)
+    out, where, resume = given.pop("out"), given.pop("device"), given.pop("resume", False)
 
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a directory: give the name of a file")
     # an oracle that is there stays until the new one is complete; until then that one is saved beside it
     unfinished = Path(f"{out}.unfinished")
     old = unfinished if unfinished.exists() else out
@@ -162,14 +167,16 @@ def main():
         if resume and name in given and given[name] != read_settings(old)[name]:
             raise ValueError(f"--resume goes on with {name} = {read_settings(old)[name]}; leave --{name} out, or train anew")
 
-    gpt2, tokenizer = load_gpt2(settings["model"], device)
+    gpt2, tokenizer = load_gpt2(settings["model"], where)
     settings["context"] = settings["context"] or min(gpt2.config.n_positions, 256)
     settings["dim"] = settings["dim"] or gpt2.config.n_embd // 3 // HEADS * HEADS
     if settings["context"] > gpt2.config.n_positions or settings["context"] < 8:
         raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model")
     torch.manual_seed(settings["seed"])
-    path = load_path(old, gpt2) if resume else new_path(gpt2, settings).to(device)
-    training_ids, heldout_ids = (ids.to(device) for ids in load_tokens(settings["text"], tokenizer, settings["context"] + 1))
+    path = load_path(old, gpt2) if resume else new_path(gpt2, settings).to(where)
+    if settings["step"] >= settings["steps"]:
+        raise ValueError(f"{old} has all its {settings['step']} steps; give more --steps to go on")
+    training_ids, heldout_ids = (ids.to(where) for ids in load_tokens(settings["text"], tokenizer, settings["context"] + 1))
 
     def batch(step):
         return sample_windows(training_ids, settings["batch_size"], settings["context"], settings["seed"], step)
@@ -185,19 +192,18 @@ def main():
         if target == out:
             unfinished.unlink(missing_ok=True)
 
+    if resume:
+        restore_optimizers(path.oracles, optimizers, read_tensors(old))
     save()                                      # better now than in minutes, should there be no permission or no space
     if settings["oracle"] == "linear":
         fit_linear(path, batch, settings["steps"])
         settings["step"] = settings["steps"]
     else:
-        if resume:
-            restore_optimizers(path.oracles, optimizers, read_tensors(old))
-        else:
-            for n in range(len(path.spans)):
-                set_first(path, n, batch(0))
+        for n in range(0 if resume else len(path.spans)):
+            set_first(path, n, batch(0))
         if not train(path, batch, settings, optimizers, save):
-            print(f"stopped after step {settings['step']}, saved in {target}; go on with: python train_oracle.py --resume"
-                  + (f" --out {out}" if str(out) != "oracle.safetensors" else ""))
+            print(f"stopped after step {settings['step']}, saved in {target}; "
+                  f"go on with: python train_oracle.py --resume --out {shlex.quote(str(out))}")
             sys.exit(130)
     save_path(out, path, settings)
     unfinished.unlink(missing_ok=True)

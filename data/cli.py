@@ -4,6 +4,8 @@ import argparse
 import sys
 import time
 
+import torch
+
 COST = [("compute", "compute", "{:.1%}"), ("ppl", "PPL", "{:.2f}"), ("ratio", "ratio", "{:.3f}")]
 TIME = [("prefill_ms", "prefill ms", "{:.1f}"), ("speedup", "speed-up", "{:.2f}x")]
 PATH_COLUMNS = [("path", "path", "{}"), ("blocks_run", "blocks", "{}"), *COST, ("cosine", "cosine", "{:.4f}"),
@@ -22,6 +24,15 @@ def positive(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def device(text):
+    """For argparse: a device that PyTorch can compute on here."""
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return text
 
 
 def command(main):

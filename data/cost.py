@@ -76,8 +76,8 @@ def main():
         def forward(ids):
             with torch.no_grad():
                 gpt2.run(gpt2.embed(ids), 0, path.spans[-1].stop)
-        ways = {"forward pass of GPT-2 alone, up to block 10": forward, "a training step, --kl-weight 0": lambda ids: step(ids, kl_weight=0),
-                "a training step": step}
+        ways = {"forward pass of GPT-2 alone, up to block 10": forward,
+                "a training step, --kl-weight 0": lambda ids: step(ids, kl_weight=0), "a training step": step}
         times = milliseconds(ways.values(), batch, max(3, args.runs // 3))
         print(f"training, {name}'s shape, batch of {batch.shape[0]} x {batch.shape[1]}")
         for way, ms in zip(ways, times):

@@ -28,12 +28,17 @@ def load_tokenizer(directory):
     vocab = read_json(path)
     if not merges_path.exists():
         raise ValueError(f"{merges_path} is missing: a model is a directory with {', '.join(FILES)}")
-    lines = merges_path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = merges_path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{merges_path} is damaged ({error}): fetch it again") from None
+    if not all(type(i) is int and i >= 0 for i in vocab.values()) or len(set(vocab.values())) < len(vocab):
+        raise ValueError(f"{path} is damaged (its ids are not distinct whole numbers): fetch it again")
     merges = [line.split() for line in lines if line and not line.startswith("#version")]
     byte_of = byte_characters()
     tokens = [*byte_of, *("".join(pair) for pair in merges)]
     ids = [vocab.get(token) for token in tokens]
-    if None in ids or EOT not in vocab or any(len(pair) != 2 for pair in merges):
+    if not set("".join(tokens)) <= set(byte_of) or None in ids or EOT not in vocab or any(len(pair) != 2 for pair in merges):
         lacking = EOT if EOT not in vocab else "a byte or a merge of merges.txt"
         raise ValueError(f"{path} lacks {lacking}: vocab.json and merges.txt do not belong together, or are damaged")
     if ids[256:] != sorted(set(ids[256:])) or max(ids[:256]) > min(ids[256:], default=1 << 31):
@@ -41,7 +46,17 @@ def load_tokenizer(directory):
     known = set(tokens)
     special = {token: i for token, i in vocab.items() if token not in known}
     for token in special:           # a token that one more merge would make is not a special one
-        if any(token[:cut] in known and token[cut:] in known for cut in range(1, len(token))):
+        if token != EOT and any(token[:cut] in known and token[cut:] in known for cut in range(1, len(token))):
             raise ValueError(f"{merges_path} lacks the merge that makes {token!r} of {path}: it is truncated, fetch it again")
+    rank = dict(zip(tokens, ids))
+    for pair in merges:                         # is the merge what merging by rank makes of its token?
+        token, parts = "".join(pair), list("".join(pair))
+        while len(parts) > 2:
+            i = min(range(len(parts) - 1), key=lambda i: rank.get(parts[i] + parts[i + 1], 1 << 31))
+            if rank.get(parts[i] + parts[i + 1], 1 << 31) >= rank[token]:
+                break
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        if parts != pair:
+            raise ValueError(f"{merges_path}: {' '.join(pair)} is not the order in which tiktoken merges; not supported")
     ranks = {bytes(byte_of[c] for c in token): i for token, i in zip(tokens, ids)}
     return tiktoken.Encoding(name=str(path), pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)

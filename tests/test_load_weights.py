@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from numpy_gpt2 import numpy_logits, random_weights
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from data.hub import find
 from data.tokenizer import load_tokenizer
 from load_weights import (fingerprint, load_gpt2, optimizer_tensors, read_metadata, read_tensors, restore_optimizers,
                           save_tensors)
@@ -25,7 +27,7 @@ FILES = ("config.json", "vocab.json", "merges.txt", "model.safetensors")
 # texts for it, cut by hand into the words inside which GPT-2 merges
 TEXTS = [["Hello", " world", ",", " hello", " World", "!", " worlds"],
          ["I", "'m", " sure", " it", "'s", " what", " they", "'ve", " said", ";"],
-         [" we", "'ll", " don", "'t", " '", "S", "'d", "'re", " '", "M"],
+         [" we", "'ll", " don", "'t", " '", "S", "'d", "'re", "'", "M"],
          ["a", " ", " b", "   ", " cc", "\n  ", " cc", "\n\n", "\t", "d", "  "],
          ["x", "123", " 45", " v", "2", ".", "0", " (", "½", ")==", "3"],
          ["naïve", " café", " Ünï", " 日本語日本", "。", " 🙂🙂", "\u00a0", "é"]]
@@ -368,6 +370,13 @@ def test_merges_may_come_close_to_end_of_text(tmp_path):
 
 
 # ---- downloads and caches ----
+
+def test_a_directory_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find("tests").samefile(Path(__file__).parent)
+    (tmp_path / "tests").mkdir()
+    assert find("tests").samefile(tmp_path / "tests")           # but one that is here comes first
+
 
 SNAPSHOT = "models--openai-community--gpt2/snapshots/607a30d7"
 

@@ -264,7 +264,7 @@ def massive_gpt2(norm):
     """A GPT-2 whose block 2 writes a state of about this norm at position 0, by a neuron that only its wpe excites."""
     gpt2 = tiny_gpt2()
     gpt2.wte.weight[:, 0] = gpt2.wpe.weight[:, 0] = 0           # up to block 2, coordinate 0 is wpe's alone
-    gpt2.wpe.weight[0, 0] = 200
+    gpt2.wpe.weight[0, 0] = 40
     for block in gpt2.blocks[:2]:
         for layer in (block.attn.c_proj, block.mlp.c_proj):
             layer.weight[0] = layer.bias[0] = 0
@@ -272,9 +272,9 @@ def massive_gpt2(norm):
     block.attn.c_proj.weight[0] = block.attn.c_proj.bias[0] = 0
     block.ln_2.weight[0], block.ln_2.bias[0] = 1, 0
     block.mlp.c_fc.weight[0], block.mlp.c_fc.bias[0] = 0, -10
-    block.mlp.c_fc.weight[0, 0] = 4         # behind the layer norm, coordinate 0 is 4.8 at position 0 and about 0 elsewhere
+    block.mlp.c_fc.weight[0, 0] = 4         # behind the layer norm, coordinate 0 is 3.9 at position 0 and about 0 elsewhere
     direction = torch.randn(24, generator=torch.Generator().manual_seed(0))
-    block.mlp.c_proj.weight[:, 0] = direction / direction.norm() * norm / (4 * 4.8 - 10)
+    block.mlp.c_proj.weight[:, 0] = direction / direction.norm() * norm / (4 * 3.9 - 10)
     return gpt2
 
 

@@ -1,0 +1,273 @@
+"""train_oracle.py and eval_ppl.py as commands: what they print and write, when they are cut, and when they refuse."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import random_ids, tiny_gpt2, tiny_text, write_checkpoint
+
+import eval_ppl
+import train_oracle
+from load_weights import load_gpt2
+from oracle import read_settings
+
+ROOT = Path(train_oracle.__file__).parent
+STEPS = 8
+
+# A run that meets a signal while it writes its fifth file: the first is written at the start, then one after each step.
+INTERRUPTED = """
+import os, signal, sys
+import train_oracle
+name, replace, count = sys.argv.pop(1), os.replace, 0
+
+def interrupt(*args):
+    global count
+    count += 1
+    if count == 5:
+        os.kill(os.getpid(), signal.Signals[name])
+    replace(*args)
+
+train_oracle.SAVE_EVERY, os.replace = 0, interrupt
+train_oracle.command(train_oracle.main)
+"""
+
+
+def python(cwd, *args):
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """run(module, *arguments) -> (exit status, stdout, stderr): the command without the seconds that a process takes."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(module, *args):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
+        status = 0
+        try:
+            module.command(module.main)
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a model, another one, and a text."""
+    place = tmp_path_factory.mktemp("place")
+    write_checkpoint(place / "model")
+    write_checkpoint(place / "other", seed=1)
+    (place / "text.txt").write_text(tiny_text(), encoding="utf-8")
+    return place
+
+
+@pytest.fixture(scope="module")
+def training(place):
+    """The arguments of every training run here; a later option overrides an earlier one."""
+    return ["--model", place / "model", "--text", place / "text.txt", "--skip", "2-3", "--dim", 8, "--steps", STEPS,
+            "--batch-size", 2, "--context", 16]
+
+
+@pytest.fixture(scope="module")
+def trained(place, training):
+    """(oracle file, finished process)"""
+    done = python(place, ROOT / "train_oracle.py", *training, "--out", "oracle.safetensors")
+    return place / "oracle.safetensors", done
+
+
+@pytest.fixture(scope="module")
+def bad(place, trained):
+    """A directory of files that are not what they should be."""
+    bad = place / "bad"
+    bad.mkdir()
+    (bad / "empty.txt").write_text("")
+    (bad / "short.txt").write_text("too short")
+    (bad / "latin1.txt").write_bytes(b"caf\xe9 " * 500)
+    (bad / "truncated.safetensors").write_bytes(trained[0].read_bytes()[:-100])
+    return bad
+
+
+def assert_same_weights(file, other):
+    a, b = load_file(file), load_file(other)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- training ----
+
+def test_training_writes_an_oracle_and_prints_the_table(trained):
+    file, done = trained
+    assert (done.returncode, done.stderr) == (0, "")
+    assert any("up" in name for name in load_file(file)) and read_settings(file)["step"] == STEPS
+    table = [line.split()[0] for line in done.stdout.splitlines() if line]
+    assert "original" in table and "skip" in table and table[-1] == "oracle.safetensors"
+    assert f"step {STEPS}/{STEPS}" in done.stdout
+    assert sorted(p.name for p in file.parent.glob("*oracle*")) == ["oracle.safetensors"]       # nothing left beside it
+
+
+def test_training_changes_the_oracle_and_the_same_seed_gives_the_same_bytes(run, training, trained, tmp_path):
+    for name, seed in (("same", 0), ("other", 1)):
+        assert run(train_oracle, *training, "--seed", seed, "--out", name)[0] == 0
+    assert (tmp_path / "same").read_bytes() == trained[0].read_bytes()
+    same, other = load_file("same"), load_file("other")
+    assert all(not torch.equal(same[name], other[name]) for name in same)
+
+
+@pytest.mark.parametrize("options", [["--oracle", "mlp"], ["--oracle", "linear"], ["--skip", "1-2,4-4", "--shared"],
+                                     ["--kl-weight", 0], ["--skip", "0-5", "--blocks", 1]], ids=str)
+def test_every_kind_of_oracle_can_be_trained_and_judged(run, training, options):
+    assert run(train_oracle, *training, *options)[0] == 0
+    status, out, _ = run(eval_ppl)                              # finds oracle.safetensors in the working directory
+    assert status == 0 and "oracle prefill" in out
+
+
+# ---- runs that are cut ----
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new file", "existing file"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_a_run_that_was_cut_goes_on_to_the_same_weights(run, training, trained, tmp_path, name, existing):
+    out = tmp_path / "my oracle"
+    if existing:
+        out.write_bytes(b"what was here before")
+    done = python(tmp_path, "-c", INTERRUPTED, name, *training, "--out", out)
+    if existing:
+        assert out.read_bytes() == b"what was here before"
+    if name == "SIGINT":
+        assert (done.returncode, done.stderr) == (130, "")
+        command = done.stdout.splitlines()[-1].partition("go on with: python train_oracle.py ")[2]
+        resume = shlex.split(command)
+    else:
+        assert done.returncode == -signal.SIGKILL
+        resume = ["--resume", "--out", out]
+    saved = [file for file in tmp_path.iterdir() if file != out and file.suffix != ".part"] if existing else [out]
+    assert len(saved) == 1 and 0 < read_settings(saved[0])["step"] < STEPS              # it was cut midway
+    assert run(train_oracle, *resume)[0] == 0
+    assert_same_weights(out, trained[0])
+    assert [file for file in tmp_path.iterdir() if file.suffix != ".part"] == [out]
+
+
+def test_a_run_that_fails_leaves_the_existing_oracle(run, training, trained, tmp_path, monkeypatch):
+    out, sample = tmp_path / "oracle.safetensors", train_oracle.sample_windows
+
+    def fail(*args):
+        if args[-1] == 5:
+            raise OSError("no space left on device")
+        return sample(*args)
+
+    out.write_bytes(b"what was here before")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_oracle, "sample_windows", fail)
+        status, _, err = run(train_oracle, *training)
+    assert (status, err) == (2, "error: no space left on device\n")
+    assert out.read_bytes() == b"what was here before"
+    assert run(train_oracle, *training)[0] == 0
+    assert_same_weights(out, trained[0])
+
+
+def test_more_steps_fine_tune_a_finished_oracle(run, trained, tmp_path):
+    out = tmp_path / "oracle.safetensors"
+    out.write_bytes(trained[0].read_bytes())
+    assert run(train_oracle, "--resume", "--steps", STEPS + 2)[0] == 0
+    assert read_settings(out) == {**read_settings(trained[0]), "step": STEPS + 2, "steps": STEPS + 2}
+    assert all(not torch.equal(tensor, load_file(trained[0])[name]) for name, tensor in load_file(out).items())
+
+
+# ---- evaluation ----
+
+def test_json_has_the_figures_of_both_tables(place, trained):
+    done = python(place, ROOT / "eval_ppl.py", trained[0], "--json", "figures.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads((place / "figures.json").read_text(), parse_constant=pytest.fail)      # NaN is no JSON
+    assert figures.keys() == {"model", "text", "tokens", "context", "rows", "continuation"}
+    assert (figures["model"], figures["text"], figures["context"]) == (str(place / "model"), str(place / "text.txt"), 16)
+    assert figures["tokens"] > 16
+    columns = {"path", "blocks_run", "compute", "ppl", "ratio", "cosine", "mse", "prefill_ms", "speedup"}
+    rows, continuation = ({row["path"]: row for row in figures[table]} for table in ("rows", "continuation"))
+    assert all(columns <= row.keys() for row in (*rows.values(), *continuation.values()))
+    assert {"original", "oracle.safetensors"} <= rows.keys()
+    assert {"original", "path throughout", "oracle prefill", "no cache in the skipped blocks", "no prompt"} <= continuation.keys()
+    for table in (rows, continuation):
+        assert table["original"]["ratio"] == table["original"]["compute"] == table["original"]["speedup"] == 1
+        assert table["original"]["blocks_run"] == 6
+        for name, row in table.items():
+            assert row["ppl"] > 1 and row["ratio"] == pytest.approx(row["ppl"] / table["original"]["ppl"])
+            assert f"\n{name} " in done.stdout                  # each row was printed, too
+    assert rows["oracle.safetensors"]["blocks_run"] == continuation["oracle prefill"]["blocks_run"] == 4
+    assert rows["oracle.safetensors"]["compute"] < 1 and continuation["no prompt"]["compute"] == 0
+
+
+def test_two_oracles_are_judged_side_by_side(run, training, trained, tmp_path):
+    assert run(train_oracle, *training, "--oracle", "linear", "--out", "linear.safetensors")[0] == 0
+    assert run(eval_ppl, trained[0], "linear.safetensors", "--json", "figures.json")[0] == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    paths = [row["path"] for row in figures["rows"]]
+    assert paths[0] == "original" and paths[-2:] == ["oracle.safetensors", "linear.safetensors"] and len(paths) == 4
+    assert {row["oracle"] for row in figures["continuation"]} == {"oracle.safetensors", "linear.safetensors"}
+
+
+def test_prompt_shows_the_greedy_continuations(run, place, trained):
+    gpt2, tokenizer = load_gpt2(place / "model")
+    ids = torch.tensor([tokenizer.encode_ordinary("the cat")])
+    while ids.shape[1] < 32:                                    # as far as the context goes
+        ids = torch.cat([ids, gpt2(ids)[:, -1:].argmax(dim=-1)], dim=1)
+    status, out, err = run(eval_ppl, trained[0], "--prompt", "the cat")
+    assert (status, err) == (0, "")
+    assert tokenizer.decode(ids[0].tolist()) in out.split("[original")[1].split("[skip")[0]
+    assert "[oracle.safetensors throughout" in out and "[oracle.safetensors prefill" in out
+    assert out.count("]\nthe cat") == 4
+
+
+# ---- bad input ----
+
+TRAINING_TROUBLE = [
+    (["--skip", "9-2"], "2-9"), (["--skip", "2-12"], "0 to 5"), (["--skip", "a-b"], "a-b"), (["--skip", ""], "''"),
+    (["--skip", "1-2,3-4"], "1-2,3-4"), (["--skip=-1-3"], "-1-3"),
+    (["--text", "nowhere.txt"], "nowhere.txt"), (["--text", "{bad}"], "directory"), (["--text", "{bad}/empty.txt"], "empty"),
+    (["--text", "{bad}/short.txt"], "tokens"), (["--text", "{bad}/latin1.txt"], "UTF-8"),
+    (["--dim", "10"], "4"), (["--context", "33"], "32"), (["--context", "2"], "8"),
+    (["--out", "nowhere/oracle.safetensors"], "nowhere"), (["--out", "."], "directory"), (["--model", "nowhere"], "nowhere"),
+    (["--no-such-option"], "--no-such-option"), (["--steps", "0"], "--steps"), (["--steps", "many"], "many"),
+    (["--batch-size", "-1"], "--batch-size"), (["--oracle", "magic"], "magic"), (["--seed", "x"], "--seed"),
+    (["--device", "abacus"], "abacus"), (["--resume"], "oracle.safetensors"), (["--resume", "--out", "nowhere"], "nowhere"),
+    (["--resume", "--out", "{bad}/truncated.safetensors"], "truncated"),
+    (["--resume", "--out", "{oracle}", "--skip", "1-2"], "2-3"), (["--resume", "--out", "{oracle}", "--dim", "16"], "8"),
+    (["--resume", "--out", "{oracle}", "--model", "{other}"], "another model")]
+EVALUATION_TROUBLE = [
+    (["nowhere.safetensors"], "nowhere.safetensors"), (["{bad}/truncated.safetensors"], "truncated"),
+    (["{bad}/empty.txt"], "empty.txt"), (["{model}/model.safetensors"], "not an oracle"),
+    (["{oracle}", "--model", "{other}"], "another model"), (["{oracle}", "--model", "nowhere"], "nowhere"),
+    (["{oracle}", "--text", "nowhere.txt"], "nowhere.txt"), (["{oracle}", "--text", "{bad}"], "directory"),
+    (["{oracle}", "--text", "{bad}/empty.txt"], "empty"), (["{oracle}", "--text", "{bad}/short.txt"], "tokens"),
+    (["{oracle}", "--text", "{bad}/latin1.txt"], "UTF-8"), (["{oracle}", "--context", "33"], "32"),
+    (["{oracle}", "--context", "0"], "--context"), (["{oracle}", "--replay", "-1"], "--replay"),
+    (["{oracle}", "--prompt", ""], "--prompt"), (["{oracle}", "--prompt", "x" * 32], "--prompt"),
+    (["{oracle}", "--json", "nowhere/figures.json"], "nowhere"), (["{oracle}", "--no-such-option"], "--no-such-option"),
+    (["{oracle}", "--device", "abacus"], "abacus")]
+
+
+@pytest.mark.parametrize("module, args, hint", [(train_oracle, *case) for case in TRAINING_TROUBLE]
+                         + [(eval_ppl, *case) for case in EVALUATION_TROUBLE],
+                         ids=lambda part: " ".join(part) if isinstance(part, list) else getattr(part, "__name__", ""))
+def test_bad_input_is_one_line_and_status_2(run, place, training, trained, bad, tmp_path, module, args, hint):
+    places = {"bad": bad, "oracle": trained[0], "model": place / "model", "other": place / "other"}
+    before = {path: path.read_bytes() for path in (trained[0], *bad.iterdir())}
+    args = [arg.format(**places) for arg in args]
+    status, _, err = run(module, *(training if module is train_oracle else []), *args)
+    assert status == 2
+    assert err.startswith("error: ") and err.count("\n") == 1 and hint.format(**places) in err
+    assert [*tmp_path.iterdir()] == []                          # nothing was begun
+    assert {path: path.read_bytes() for path in (trained[0], *bad.iterdir())} == before
+    assert not [*place.glob("*.unfinished")]
+
+
+def test_a_real_process_shows_no_traceback(place):
+    done = python(place, ROOT / "train_oracle.py", "--skip", "9-2", "--model", "model", "--text", "text.txt")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1

@@ -1,0 +1,261 @@
+"""data/corpus.py: what is training text and what is held out, and how it becomes tokens."""
+
+import hashlib
+import http.server
+import io
+import random
+import shutil
+import threading
+import zipfile
+
+import pytest
+import torch
+from tiny import BYTES, EOT_ID, write_checkpoint
+
+from data import corpus
+from data.corpus import load_text, load_tokens, sample_windows, split_docs
+from load_weights import load_gpt2
+
+
+def made_up(n_words, seed):
+    """A text of n words of seven letters each, with hardly a chance of meeting one of them elsewhere."""
+    choose = random.Random(seed)
+    return " ".join("".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=7)) for _ in range(n_words))
+
+
+# ---- a text file ----
+
+def test_the_last_tenth_of_a_file_is_held_out(tmp_path):
+    whole = "\n" + made_up(500, 0) + "ä\r\n"
+    (tmp_path / "file").write_bytes(whole.encode())
+    [train], [heldout] = load_text(tmp_path / "file")
+    assert (train + heldout).replace("\r\n", "\n") == whole.replace("\r\n", "\n")
+    assert len(heldout) == pytest.approx(len(whole) / 10, abs=1)
+
+
+@pytest.mark.parametrize("content, complaint", [(b"", "empty"), (b" \n\t ", "empty"), (b"caf\xe9 " * 99, "not UTF-8")])
+def test_files_without_text_are_refused(tmp_path, content, complaint):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match=complaint):
+        load_text(tmp_path / "file")
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="directory"):
+        load_text(tmp_path)
+    with pytest.raises(ValueError, match="no such text"):
+        load_text(tmp_path / "nowhere")
+
+
+# ---- documentation strings ----
+
+def split(root, files):
+    """split_docs of a package of these files, {name: content}"""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return split_docs({"package": root})
+
+
+def literal(text):
+    return f"x = {text!r}\n"
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    """(names of files that are training text, names of files that are held out): found out, for a hash decides."""
+    files = {f"{n % 7}/{n}.py": literal(made_up(30, n)) for n in range(300)}
+    train, heldout = split(tmp_path_factory.mktemp("package"), files)
+    assert sorted(train + heldout) == sorted(made_up(30, n) for n in range(300))        # each on one side
+    return [[name for name, content in files.items() if content[5:-2] in side] for side in (train, heldout)]
+
+
+def test_about_one_file_in_twenty_is_held_out(names):
+    assert len(names[0]) + len(names[1]) == 300
+    assert 5 <= len(names[1]) <= 30
+
+
+def test_files_go_whole_to_one_side(names, tmp_path):
+    files = {name: f"def f():\n    {made_up(30, name)!r}\n    class C:\n        {made_up(30, name + '2')!r}\nx = [{{'a': "
+                   f"({made_up(30, name + '3')!r}, 1)}}]\n" for name in names[0][:9] + names[1][:3]}
+    for side, its in zip(split(tmp_path, files), (names[0][:9], names[1][:3])):
+        assert sorted(side) == sorted(made_up(30, name + n) for name in its for n in ("", "2", "3"))
+
+
+def test_the_split_is_the_same_each_time_and_everywhere(names, tmp_path):
+    files = {name: literal(made_up(30, name)) for name in names[0][:20] + names[1][:4]}
+    first = split(tmp_path / "here", files)
+    assert first[0] and first[1]
+    assert split_docs({"package": tmp_path / "here"}) == first
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    assert split_docs({"package": tmp_path / "there"}) == first
+
+
+def test_heldout_documents_that_training_text_gives_away_are_dropped(names, tmp_path):
+    documents = [made_up(47, f"heldout {n}") for n in range(4)]         # of 40 runs of 8 words
+    words = [document.split() for document in documents]
+    train = [" ".join(words[1][:15]),                                   # 8 runs, a fifth: kept
+             "and\n    " + "\n    ".join(words[2][-16:]) + " end",      # 9 runs, however they are laid out: dropped
+             documents[3]]
+    files = {name: literal(text + "\n" + made_up(40, name)) for name, text in zip(names[0], train)}
+    files |= {name: literal(document) for name, document in zip(names[1], documents)}
+    assert sorted(split(tmp_path, files)[1]) == sorted(documents[:2])
+
+
+def test_the_training_side_holds_nothing_that_is_held_out(names, tmp_path):
+    both = made_up(40, "both")
+    files = {name: literal(made_up(40, name)) + literal(both) for name in names[0][:5] + names[1][:5]}
+    train, heldout = split(tmp_path, files)
+    assert both in train and both not in heldout
+    assert len(heldout) == 5 and not set(train) & set(heldout)
+
+
+def test_duplicates_come_once(names, tmp_path):
+    for side in (0, 1):
+        text = made_up(40, side)
+        files = {name: literal(text) + literal(text + " ")[4:] + f"def f(): {text!r}\n" for name in names[side][:3]}
+        assert sorted(split(tmp_path / str(side), files)[side]) == [text, text + " "][:2 - side]      # held out: a copy
+
+
+def test_short_literals_are_left_out(names, tmp_path):
+    short, long = "s" * 199, "l" * 200
+    assert split(tmp_path, {names[0][0]: literal(short) + literal(long)})[0] == [long]
+
+
+def test_broken_files_are_skipped(names, tmp_path):
+    text = literal(made_up(40, 0))
+    broken = [text + "def f(:\n", text.encode() + b"\0", b"y = '\xff'\n" + text.encode(), "# coding: no-such\n" + text,
+              text + "(" * 100_000]
+    files = dict(zip(names[0], [*broken, text]))
+    files |= {"readme.txt": literal(made_up(40, 1)), "site-packages/other.py": literal(made_up(40, 2))}
+    (tmp_path / "directory.py").mkdir(parents=True)
+    assert split(tmp_path, files) == ([made_up(40, 0)], [])
+
+
+def test_half_a_surrogate_is_no_text(names, tmp_path):
+    train, _ = split(tmp_path, {names[0][0]: "x = '" + "a" * 150 + "\\ud800" + "b" * 150 + "'\n"})
+    assert train == ["a" * 150 + "b" * 150]
+
+
+# ---- tokens ----
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_gpt2(write_checkpoint(tmp_path_factory.mktemp("model") / "tiny"))[1]
+
+
+def test_end_of_text_stands_between_documents(tokenizer, monkeypatch):
+    def byte_ids(text):                                         # no pair of these letters is merged
+        return [BYTES.index(b) for b in text.encode()]
+    monkeypatch.setattr(corpus, "load_text", lambda text: (["xyz", "ü", "xx"], ["zz y", "y"]))
+    train, heldout = load_tokens("made up", tokenizer)
+    assert train.tolist() == [*byte_ids("xyz"), EOT_ID, *byte_ids("ü"), EOT_ID, *byte_ids("xx")]
+    assert heldout.tolist() == [*byte_ids("zz y"), EOT_ID, *byte_ids("y")]
+    assert train.dtype == heldout.dtype == torch.int64
+
+
+def test_end_of_text_in_a_text_is_not_the_token(tokenizer, tmp_path):
+    whole = "before<|endoftext|>after " * 20
+    (tmp_path / "file").write_text(whole)
+    train, heldout = load_tokens(tmp_path / "file", tokenizer)
+    assert EOT_ID not in train.tolist() + heldout.tolist()
+    assert tokenizer.decode(train.tolist()) + tokenizer.decode(heldout.tolist()) == whole
+
+
+@pytest.mark.parametrize("letters, context, side", [(100, 10, None), (100, 11, "held-out"), (100, 91, "held-out"), (8, 2, "held-out"),
+                                                    (1, 2, "training")])
+def test_a_side_that_is_shorter_than_a_window_is_refused(tokenizer, tmp_path, letters, context, side):
+    (tmp_path / "file").write_text("x" * letters)
+    if side is None:
+        assert [len(ids) for ids in load_tokens(tmp_path / "file", tokenizer, context)] == [90, 10]
+    else:
+        with pytest.raises(ValueError, match=f"the {side} side"):
+            load_tokens(tmp_path / "file", tokenizer, context)
+
+
+# ---- batches ----
+
+def test_windows_depend_on_seed_and_step_alone():
+    ids = torch.arange(1000)
+    first = sample_windows(ids, 4, 10, seed=1, step=2)
+    torch.rand(5)
+    assert torch.equal(sample_windows(ids, 4, 10, seed=1, step=2), first)
+    for seed, step in ((1, 3), (2, 2), (2, 1)):
+        assert not torch.equal(sample_windows(ids, 4, 10, seed, step), first)
+
+
+def test_windows_are_runs_of_the_text_and_reach_both_its_ends():
+    ids, starts = torch.arange(100, 113), set()
+    for step in range(50):
+        for row in sample_windows(ids, 4, 10, seed=0, step=step).tolist():
+            assert row == list(range(row[0], row[0] + 10))
+            starts.add(row[0])
+    assert starts == {100, 101, 102, 103}
+
+
+def test_a_text_of_one_window_gives_that_window():
+    assert sample_windows(torch.arange(10), 3, 10, seed=0, step=0).tolist() == [list(range(10))] * 3
+
+
+# ---- wikitext-2 ----
+
+TRAIN = " \n = A title = \n \n It was a training text . \n It went on . \n"
+TEST = " \n = Another = \n \n This was held out . \n"
+
+
+def zipped():
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for part, text in (("train", TRAIN), ("valid", "unused"), ("test", TEST)):
+            archive.writestr(f"wikitext-2-raw/wiki.{part}.raw", text)
+    return content.getvalue()
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """Serves server.content, or a part of it where server.sent says so, and counts in server.gets how often."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.send_header("Content-Length", len(server.content))
+            self.end_headers()
+
+        def do_GET(self):
+            server.gets += 1
+            self.do_HEAD()
+            self.wfile.write(server.content[:server.sent])
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.content, server.sent, server.gets = zipped(), None, 0
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(corpus, "WIKITEXT_URL", f"http://127.0.0.1:{server.server_port}/wikitext.zip")
+        monkeypatch.setattr(corpus, "WIKITEXT_SHA256", hashlib.sha256(server.content).hexdigest())
+        monkeypatch.setattr(corpus, "CACHE", tmp_path / "cache")
+        yield server
+        server.shutdown()
+
+
+def test_wikitext_is_downloaded_once(server):
+    [train], [heldout] = load_text("wikitext-2")
+    # lines, with the ends that they have, are joined by blank lines, and lines of a space count as empty
+    assert train == "\n\n = A title = \n\n\n\n\n It was a training text . \n\n\n It went on . \n"
+    assert heldout == "\n\n = Another = \n\n\n\n\n This was held out . \n"
+    assert load_text("wikitext-2") == ([train], [heldout])
+    assert server.gets == 1
+
+
+@pytest.mark.parametrize("trouble", ["another sum", "cut"])
+def test_a_bad_download_of_wikitext_leaves_nothing(server, trouble):
+    good = server.content
+    if trouble == "cut":
+        server.sent = len(good) // 2
+    else:
+        server.content = good[:-1] + b"!"
+    with pytest.raises(OSError, match="wikitext.zip"):
+        load_text("wikitext-2")
+    assert [*corpus.CACHE.iterdir()] == []
+    server.content, server.sent = good, None                    # and the next attempt is not disturbed
+    assert load_text("wikitext-2")[1][0].strip().startswith("= Another =")
