@@ -70,7 +70,7 @@ def prefills(path, replay):
 
     def no_cache(ids):
         x, cache = path.read(ids)
-        return x, [LayerCache() if any(i in span for span in path.spans) else c for i, c in enumerate(cache)]
+        return x, [LayerCache(path.gpt2.config.n_positions) if any(i in span for span in path.spans) else c for i, c in enumerate(cache)]
 
     return {"original": lambda ids: path.read(ids, replay=ids.shape[1]),
             "oracle prefill": lambda ids: path.read(ids, replay),

@@ -29,25 +29,34 @@ class GPT2Config:
 
 
 class LayerCache:
-    """Keys and values of one block for the tokens it has seen, each (B, H, P, D); None before the first."""
+    """Keys and values of one block for the tokens it has seen, in buffers that hold a whole context of them."""
 
-    def __init__(self):
-        self.k = self.v = None
+    def __init__(self, n_positions):
+        self.n_positions, self.length, self.buffers = n_positions, 0, None
 
     def __len__(self):
-        return 0 if self.k is None else self.k.shape[2]
+        return self.length
+
+    @property
+    def k(self):
+        return self.buffers[0][:, :, :self.length]      # (B, H, P, D)
+
+    @property
+    def v(self):
+        return self.buffers[1][:, :, :self.length]
 
     def append(self, k, v):
-        """Adds k, v (B, H, T, D) behind what is there; returns all keys and values, (B, H, P+T, D) each."""
-        if self.k is not None:
-            k, v = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
-        self.k, self.v = k, v
-        return k, v
+        """Puts k, v (B, H, T, D) behind what is there."""
+        B, H, T, D = k.shape
+        if self.buffers is None:
+            self.buffers = k.new_empty(2, B, H, self.n_positions, D)
+        for buffer, new in zip(self.buffers, (k, v)):
+            buffer[:, :, self.length:self.length + T] = new
+        self.length += T
 
     def truncate(self, n):
         """Forgets all but the first n tokens."""
-        if self.k is not None:
-            self.k, self.v = self.k[:, :, :n], self.v[:, :, :n]
+        self.length = min(n, self.length)
 
 
 class Attention(nn.Module):
@@ -64,10 +73,11 @@ class Attention(nn.Module):
     def forward(self, x, cache=None):
         """x (B, T, C) -> (B, T, C); token t sees the cached tokens and the new ones up to itself."""
         q, k, v = (self.heads(part) for part in self.c_attn(x).chunk(3, dim=-1))
-        past = len(cache) if cache is not None else 0
+        T, past = x.shape[1], len(cache) if cache is not None else 0
         if cache is not None:
-            k, v = cache.append(k, v)
-        T = x.shape[1]
+            cache.append(k, v)
+        if past:
+            k, v = cache.k, cache.v
         # is_causal would align a T x (P+T) mask to the top left, hence a mask of our own behind a filled cache
         mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past) if past and T > 1 else None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not past and T > 1)
@@ -141,7 +151,7 @@ class GPT2(nn.Module):
 
     def new_cache(self):
         """An empty KV cache, one entry for each block; `run` fills it and continues from it."""
-        return [LayerCache() for _ in self.blocks]
+        return [LayerCache(self.config.n_positions) for _ in self.blocks]
 
     def forward(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, vocab_size). With a cache, ids are the tokens that follow those in it."""

@@ -67,19 +67,20 @@ class Oracle(nn.Module):
         self.bias = nn.Parameter(torch.zeros(n_states, n_embd))
         self.first = nn.Parameter(torch.zeros(n_states, n_embd))
 
-    def head(self, j, x, features):
-        """State j, (B, T, C)."""
-        y = x * self.scale[j] + features @ self.up[j] + self.bias[j]
-        return torch.cat([y[:, :1] + self.first[j], y[:, 1:]], dim=1)
+    def predict(self, x, which):
+        """x (B, T, C) -> the states of these numbers, (len(which), B, T, C)."""
+        scale, up, bias, first = (p[which, None] for p in (self.scale, self.up, self.bias, self.first))
+        y = x * scale[:, None] + self.trunk(x) @ up + bias[:, None]
+        y[:, :, 0] += first
+        return y
 
     def forward(self, x):
         """x (B, T, C) -> the state behind the span, (B, T, C)."""
-        return self.head(-1, x, self.trunk(x))
+        return self.predict(x, [-1])[0]
 
     def states(self, x, n):
         """x (B, T, C) -> the n states behind each block of a span of n, each (B, T, C); the last is forward(x)."""
-        features = self.trunk(x)
-        return [self.head(j, x, features) for j in (*range(n - 1), -1)]
+        return list(self.predict(x, [*range(n - 1), -1]))
 
 
 class Nothing(nn.Module):
@@ -108,47 +109,52 @@ class PathOracle(nn.Module):
         """ids (B, T) -> logits (B, T, vocab_size)"""
         return self.gpt2.unembed(self.hidden(ids))
 
-    def hidden(self, ids, cache=None):
+    def hidden(self, ids, cache=None, replay=0):
         """ids (B, T) -> the state after the last block, (B, T, C)."""
         x = self.gpt2.embed(ids)                                    # embeddings
         x = self.gpt2.run(x, 0, self.spans[0].start, cache)         # early blocks
-        return self.jump(x, cache)                                  # oracle, late blocks; further spans likewise
+        return self.jump(x, cache, replay)                          # oracle, late blocks; further spans likewise
 
-    def jump(self, x, cache=None, trace=None, stop=None):
+    def jump(self, x, cache=None, replay=0, trace=None, stop=None):
         """The state before the first skipped block -> the state before block `stop` (None: after the last), (B, T, C).
 
-        With a cache, the skipped blocks are given keys and values of their *predicted* inputs, the others their own.
+        With a cache, the skipped blocks are given keys and values of their *predicted* inputs, the others their own; and
+        the last `replay` tokens go through the skipped blocks after all, over the predicted cache of those before them.
         With a list as trace, (input of the span, its predicted states) is appended to it for each span.
         """
         resume_until = [span.start for span in self.spans[1:]] + [self.gpt2.config.n_layer if stop is None else stop]
         for span, oracle, until in zip(self.spans, self.oracles, resume_until):
-            if cache is None and trace is None:
-                y = oracle(x)                                       # predict
+            if cache is not None:
+                y = self.predict_and_fill(x, span, oracle, cache, replay)
+            elif trace is not None:
+                trace.append((x, oracle.states(x, len(span))))
+                y = trace[-1][1][-1]
             else:
-                *between, y = states = oracle.states(x, len(span))
-                if trace is not None:
-                    trace.append((x, states))
-                if cache is not None:
-                    for i, x_i in zip(span, [x, *between]):
-                        self.gpt2.blocks[i].fill(x_i, cache[i])
+                y = oracle(x)                                       # predict
             x = self.gpt2.run(y, span.stop, until, cache)           # resume
         return x
 
-    def read(self, ids, replay=0):
-        """Reads a prompt ids (B, T) -> the state of its last token after the last block (B, C), KV cache of all blocks.
+    def predict_and_fill(self, x, span, oracle, cache, replay):
+        """The state behind the span, (B, T, C), from its input; leaves keys and values in the span's blocks."""
+        jumped = max(0, x.shape[1] - replay)
+        parts = []
+        if jumped:
+            *between, y = oracle.states(x[:, :jumped], len(span))
+            for i, x_i in zip(span, [x[:, :jumped], *between]):     # the first of the inputs is exact
+                self.gpt2.blocks[i].fill(x_i, cache[i])
+            parts.append(y)
+        if jumped < x.shape[1]:
+            parts.append(self.gpt2.run(x[:, jumped:], span.start, span.stop, cache))
+        return torch.cat(parts, dim=1)
 
-        The last `replay` tokens go through the full model, over the cache that the path leaves of those before them.
-        """
+    def read(self, ids, replay=0):
+        """Reads a prompt ids (B, T) -> the state of its last token after the last block (B, C), KV cache of all blocks."""
         if not ids.numel():
             raise ValueError("an empty prompt leads to nothing: give at least one token")
-        gpt2, cache = self.gpt2, self.gpt2.new_cache()
-        jumped = max(0, ids.shape[1] - replay)
-        if jumped:
-            x = self.hidden(ids[:, :jumped], cache)
-        if jumped < ids.shape[1]:
-            x = gpt2.run(gpt2.embed(ids[:, jumped:], past=jumped), 0, gpt2.config.n_layer, cache)
-        return x[:, -1], cache
+        cache = self.gpt2.new_cache()
+        return self.hidden(ids, cache, replay)[:, -1], cache
 
+    @torch.no_grad()
     def prefill(self, ids, replay=0):
         """As `read`, but gives the logits that follow the prompt, (B, vocab_size); go on with gpt2(next_ids, cache)."""
         x, cache = self.read(ids, replay)

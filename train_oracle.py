@@ -23,6 +23,7 @@ from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, 
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
 KV_WEIGHT = 0.3             # of the states that serve the KV cache alone
+KL_EVERY = 2                # the distributions are compared at every second position: half the cost
 SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
 DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 2,
             "shared": False, "cos_weight": 0.5, "kl_weight": 1.0, "steps": 781, "batch_size": 8, "context": None,
@@ -47,8 +48,10 @@ def state_loss(predicted, true, cos_weight):
     The squared error is relative to the square of the token's true state: GPT-2's state at position 0 is a hundred times
     the others (Oracle has more on it), and a plain mean would be about that one.
     """
-    error = (predicted - true).square().sum(dim=-1) / true.square().sum(dim=-1)
-    return (error + cos_weight * (1 - F.cosine_similarity(predicted, true, dim=-1))).mean()
+    error = ((predicted - true).square().sum(dim=-1) / true.square().sum(dim=-1)).mean()
+    if cos_weight:
+        error = error + cos_weight * (1 - F.cosine_similarity(predicted, true, dim=-1).mean())
+    return error
 
 
 def path_loss(path, ids, settings):
@@ -58,13 +61,15 @@ def path_loss(path, ids, settings):
     true, trace, x = walk(path, ids, gpt2.config.n_layer if kl_weight else path.spans[-1].stop)
     loss = 0
     for span, (_, states) in zip(path.spans, trace):
-        *between, last = [state_loss(s, t, cos_weight) for s, t in zip(states, true[span.start + 1:])]
-        loss = loss + last + (KV_WEIGHT * sum(between) / len(between) if between else 0)
+        loss = loss + state_loss(states[-1], true[span.stop], cos_weight)
+        for state, t in zip(states[:-1], true[span.start + 1:]):
+            loss = loss + KV_WEIGHT / (len(span) - 1) * state_loss(state, t, 0)
     if kl_weight:
         with torch.no_grad():
-            teacher = gpt2.unembed(true[-1]).log_softmax(dim=-1)
-        student = gpt2.unembed(x).log_softmax(dim=-1)
-        loss = loss + kl_weight * F.kl_div(student, teacher, log_target=True, reduction="sum") / ids.numel()
+            teacher = gpt2.unembed(true[-1][:, ::KL_EVERY]).log_softmax(dim=-1)
+        student = gpt2.unembed(x[:, ::KL_EVERY]).log_softmax(dim=-1)
+        kl = F.kl_div(student, teacher, log_target=True, reduction="sum") / student[..., 0].numel()
+        loss = loss + kl_weight * kl
     return loss
 
 

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional as F
 
 from data.corpus import load_text, load_tokens, sample_windows
@@ -25,10 +24,12 @@ from model import GPT2, GPT2Config
 CONFIG = GPT2Config(vocab_size=4096, n_positions=256, n_embd=192, n_layer=12, n_head=6)
 MUON_LR, ADAM_LR, WEIGHT_DECAY = 3e-3, 1e-2, 0.1
 WARM_UP, COOL_DOWN = 100, 0.7           # steps; share of the run in which the learning rate falls to zero
+SAVE_EVERY = 250                        # steps
 
 
 def train_tokenizer(directory):
     """A byte-level BPE in GPT-2's order: 256 bytes, merges by rank, end-of-text last."""
+    from tokenizers import ByteLevelBPETokenizer        # needed here alone, so not among the requirements
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(load_text("docs")[0], vocab_size=CONFIG.vocab_size - 1, show_progress=False)
     bpe.save_model(str(directory))
@@ -114,13 +115,13 @@ def main():
         recent.append(loss.item())
 
         done = step + 1
-        if done % 50 == 0 or done == args.steps:
+        if done % 50 == 0 or done % SAVE_EVERY == 0 or done == args.steps:
             seconds = time.time() - start
             left = seconds / (done - first) * (args.steps - done)
             line = f"step {done}/{args.steps}  loss {sum(recent) / len(recent):.3f}  " \
                    f"{tokens * (done - first) / seconds:,.0f} tokens/s  {left / 60:.0f} min left"
             recent = []
-            if done % 250 == 0:
+            if done % SAVE_EVERY == 0:
                 line += f"  held-out {heldout_loss(model, heldout[:128 * T]):.3f} (first 128 windows)"
                 save_tensors(checkpoint, {**model.state_dict(), **optimizer_tensors(model, [muon, adam])},
                              {"step": str(done), "seconds": str(before + seconds)})

@@ -239,7 +239,8 @@ TRAINING_TROUBLE = [
     (["--device", "abacus"], "abacus"), (["--resume"], "oracle.safetensors"), (["--resume", "--out", "nowhere"], "nowhere"),
     (["--resume", "--out", "{bad}/truncated.safetensors"], "truncated"),
     (["--resume", "--out", "{oracle}", "--skip", "1-2"], "2-3"), (["--resume", "--out", "{oracle}", "--dim", "16"], "8"),
-    (["--resume", "--out", "{oracle}", "--model", "{other}"], "another model")]
+    (["--resume", "--out", "{oracle}", "--model", "{other}", "--steps", "99"], "another model"),
+    (["--resume", "--out", "{oracle}"], "--steps"), (["--lr", "1e30"], "--lr")]
 EVALUATION_TROUBLE = [
     (["nowhere.safetensors"], "nowhere.safetensors"), (["{bad}/truncated.safetensors"], "truncated"),
     (["{bad}/empty.txt"], "empty.txt"), (["{model}/model.safetensors"], "not an oracle"),

@@ -278,11 +278,12 @@ def massive_gpt2(norm):
     return gpt2
 
 
-def relative_errors(gpt2, steps=300):
+def relative_errors(gpt2, first, steps=250):
     """Trains an oracle -> mean relative error of what it predicts on fresh ids: at position 0, at the others."""
     torch.manual_seed(0)
     path = new_path(gpt2, SETTINGS)
-    set_first(path, 0, random_ids(8, 20))
+    if first:
+        set_first(path, 0, random_ids(8, 20))
     optimizer = torch.optim.AdamW(path.oracles.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 1e-2 * (steps - step) / steps
@@ -299,8 +300,10 @@ def relative_errors(gpt2, steps=300):
 def test_a_massive_activation_at_position_0_does_not_disturb_the_others():
     norms = true_states(massive_gpt2(3000), random_ids(8, 20), 3)[3].norm(dim=-1)
     assert (2500 < norms[:, 0]).all() and (norms[:, 0] < 3500).all() and (norms[:, 1:] < 100).all()
-    first, others = relative_errors(massive_gpt2(3000))
-    _, others_without = relative_errors(massive_gpt2(0))
-    assert first < 0.03
-    assert others < 1.2 * others_without
-    assert others_without < 0.5                                 # it did learn
+    _, usual = relative_errors(massive_gpt2(0), first=True)
+    assert usual < 0.3                                          # it did learn: the input itself has an error of 0.65
+    first, others = relative_errors(massive_gpt2(3000), first=True)
+    assert first < 0.03 and others < 1.2 * usual
+    # the loss alone, before anything is known of position 0; a plain squared error is 3 times the usual one here
+    _, others = relative_errors(massive_gpt2(3000), first=False)
+    assert others < 1.2 * usual
