@@ -65,17 +65,16 @@ def evaluate(gpt2, paths, ids, context):
 
 
 def prefills(path, replay):
-    """{name: function of prompt ids -> (last state, KV cache)}: the ways to read a prompt that are compared."""
-    nothing = plain_skip(path.gpt2, path.spans)
-
+    """{name: function of prompt ids -> (logits, KV cache)}: the ways to read a prompt that are compared."""
     def no_cache(ids):
-        x, cache = path.read(ids)
-        return x, [LayerCache(path.gpt2.config.n_positions) if any(i in span for span in path.spans) else c for i, c in enumerate(cache)]
+        logits, cache = path.prefill(ids)
+        return logits, [LayerCache(path.gpt2.config.n_positions) if any(i in span for span in path.spans) else c
+                        for i, c in enumerate(cache)]
 
-    return {"original": lambda ids: path.read(ids, replay=ids.shape[1]),
-            "oracle prefill": lambda ids: path.read(ids, replay),
-            "oracle prefill, no replay": lambda ids: path.read(ids),
-            "prefill with nothing": lambda ids: nothing.read(ids, replay),
+    return {"original": lambda ids: path.prefill(ids, replay=ids.shape[1]),
+            "oracle prefill": lambda ids: path.prefill(ids, replay),
+            "oracle prefill, no replay": path.prefill,
+            "prefill with nothing": lambda ids: plain_skip(path.gpt2, path.spans).prefill(ids, replay),
             "no cache in the skipped blocks": no_cache}
 
 
@@ -92,8 +91,8 @@ def continuations(path, ids, prompt, length, replay):
         logits = {"path throughout": path(window)[:, prompt - 1:-1],
                   "no prompt": gpt2(window[:, prompt - 1:-1])}      # its last token alone, to have something to go on from
         for name, read in prefills(path, replay).items():
-            x, cache = read(head)
-            logits[name] = torch.cat([gpt2.unembed(x)[:, None], gpt2(inputs, cache)], dim=1)
+            last, cache = read(head)
+            logits[name] = torch.cat([last[:, None], gpt2(inputs, cache)], dim=1)
         for name in logits:
             losses.setdefault(name, []).append(token_losses(logits[name], targets))
     return {name: torch.cat(parts) for name, parts in losses.items()}
@@ -127,7 +126,8 @@ def continuation_rows(path, ids, context, replay):
     prompt = context * 3 // 4
     losses = continuations(path, ids, prompt, context - prompt, replay)
     reads = prefills(path, replay)
-    reads["path throughout"] = reads["no cache in the skipped blocks"] = path.hidden        # neither fills what it skips
+    reads["path throughout"] = reads["no cache in the skipped blocks"] = \
+        lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])                  # neither fills what it skips
     names = list(reads)
     times = dict(zip(names, milliseconds([reads[name] for name in names], ids[None, :prompt])))
     operations = {name: flops(reads[name], ids[None, :prompt]) for name in names}

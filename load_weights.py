@@ -46,10 +46,11 @@ def load_config(directory):
                                    ("scale_attn_by_inverse_layer_idx", False, (False,)),
                                    ("add_cross_attention", False, (False,)),
                                    ("tie_word_embeddings", True, (True,)),
-                                   ("pruned_heads", {}, ({}, None)),
+                                   ("pruned_heads", {}, ({},)),
                                    ("quantization_config", None, (None,))):
-        if config.get(name, default) not in allowed:
-            raise ValueError(f"{path}: {name} = {config[name]!r} is not supported, only {allowed[0]!r}")
+        value = default if config.get(name) is None else config[name]
+        if value not in allowed:
+            raise ValueError(f"{path}: {name} = {value!r} is not supported, only {allowed[0]!r}")
     # the other names under which transformers reads these sizes
     alias = {"n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_layer": "num_hidden_layers",
              "n_head": "num_attention_heads"}
@@ -81,6 +82,8 @@ def load_weights(directory, config):
     for path in files:
         for name, tensor in read_tensors(path).items():
             name = name.removeprefix("transformer.")
+            if name in found:
+                raise ValueError(f"{path} holds {name} a second time, with and without a prefix or in two shards")
             if not name.endswith((".attn.bias", ".attn.masked_bias")):      # causal masks that old files carry along
                 found[name] = tensor
     head = found.pop("lm_head.weight", None)
@@ -91,16 +94,16 @@ def load_weights(directory, config):
         gpt2 = GPT2(config)
     state = {}
     for name, expected in gpt2.state_dict().items():
-        tensor = found.pop(name.replace("blocks.", "h.", 1), None)
+        key = name.replace("blocks.", "h.", 1)
+        tensor = found.pop(key, None)
         if tensor is None:
-            raise ValueError(f"{files[0]} lacks the tensor {name.replace('blocks.', 'h.', 1)} "
-                             f"that config.json (n_layer = {config.n_layer}) asks for")
+            raise ValueError(f"{files[0]} lacks {key}, which config.json (n_layer = {config.n_layer}) asks for")
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"{files[0]}: {name} is stored as {tensor.dtype}; only float32, float16 and bfloat16 are read")
+            raise ValueError(f"{files[0]}: {key} is stored as {tensor.dtype}; only float32, float16 and bfloat16 are read")
         if ".c_" in name and tensor.ndim == 2:
             tensor = tensor.t()                 # GPT-2 stores these as (in, out), a "Conv1D"; a view, no copy
         if tensor.shape != expected.shape:
-            raise ValueError(f"{files[0]}: {name} has the shape {tuple(tensor.shape)}, "
+            raise ValueError(f"{files[0]}: {key} has the shape {tuple(tensor.shape)} as the model uses it, "
                              f"config.json asks for {tuple(expected.shape)}")
         state[name] = tensor.float()
     if found:

@@ -46,13 +46,16 @@ class LayerCache:
         return self.buffers[1][:, :, :self.length]
 
     def append(self, k, v):
-        """Puts k, v (B, H, T, D) behind what is there."""
+        """Puts k, v (B, H, T, D) behind what is there; ValueError where they do not fit."""
         B, H, T, D = k.shape
         if self.buffers is None:
-            self.buffers = k.new_empty(2, B, H, self.n_positions, D)
+            self.buffers = k.new_empty(B, H, self.n_positions, D), v.new_empty(B, H, self.n_positions, D)
+        end = self.length + T
+        if B != len(self.buffers[0]) or end > self.n_positions:
+            raise ValueError(f"the KV cache holds {len(self.buffers[0])} texts of up to {self.n_positions} tokens, not {B} of {end}")
         for buffer, new in zip(self.buffers, (k, v)):
-            buffer[:, :, self.length:self.length + T] = new
-        self.length += T
+            buffer[:, :, self.length:end] = new
+        self.length = end
 
     def truncate(self, n):
         """Forgets all but the first n tokens."""
@@ -155,6 +158,6 @@ class GPT2(nn.Module):
 
     def forward(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, vocab_size). With a cache, ids are the tokens that follow those in it."""
-        x = self.embed(ids, past=len(cache[0]) if cache else 0)
+        x = self.embed(ids, past=max(map(len, cache)) if cache else 0)
         x = self.run(x, 0, self.config.n_layer, cache)
         return self.unembed(x)

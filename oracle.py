@@ -147,18 +147,17 @@ class PathOracle(nn.Module):
             parts.append(self.gpt2.run(x[:, jumped:], span.start, span.stop, cache))
         return torch.cat(parts, dim=1)
 
-    def read(self, ids, replay=0):
-        """Reads a prompt ids (B, T) -> the state of its last token after the last block (B, C), KV cache of all blocks."""
+    @torch.no_grad()
+    def prefill(self, ids, replay=0):
+        """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache of all blocks.
+
+        Decoding goes on with gpt2(next_ids, cache). Raises ValueError for a prompt that is empty or beyond the context.
+        """
         if not ids.numel():
             raise ValueError("an empty prompt leads to nothing: give at least one token")
         cache = self.gpt2.new_cache()
-        return self.hidden(ids, cache, replay)[:, -1], cache
-
-    @torch.no_grad()
-    def prefill(self, ids, replay=0):
-        """As `read`, but gives the logits that follow the prompt, (B, vocab_size); go on with gpt2(next_ids, cache)."""
-        x, cache = self.read(ids, replay)
-        return self.gpt2.unembed(x), cache
+        x = self.hidden(ids, cache, replay)
+        return self.gpt2.unembed(x[:, -1]), cache
 
 
 def plain_skip(gpt2, spans):

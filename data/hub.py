@@ -29,7 +29,7 @@ def find(model):
     directory = home_cache / "pathoracle" / model
     directory.mkdir(parents=True, exist_ok=True)
     for name in FILES:
-        endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         if not (directory / name).exists():
             download(f"{endpoint}/{REPOSITORIES[model]}/resolve/main/{name}", directory / name)
     return directory
@@ -40,10 +40,10 @@ def download(url, path, sha256=None):
     part = Path(f"{path}.{os.getpid()}.part")
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD")) as reply:
-            size = reply.headers["Content-Length"]
+            size = int(reply.headers["Content-Length"] or -1)
         print(f"downloading {url}")
         torch.hub.download_url_to_file(url, str(part), hash_prefix=sha256)
-        if size is not None and part.stat().st_size != int(size):       # torch.hub takes a cut connection for the end
+        if part.stat().st_size != size:             # torch.hub takes a cut connection for the end
             raise ValueError(f"{part.stat().st_size} bytes came instead of {size}")
         os.replace(part, path)
     except (OSError, http.client.HTTPException, RuntimeError, ValueError) as error:
@@ -57,7 +57,7 @@ def read_json(path):
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: a model is a directory with {', '.join(FILES)}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): fetch it again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged (no JSON object): fetch it again")

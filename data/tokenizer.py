@@ -45,8 +45,9 @@ def load_tokenizer(directory):
         raise ValueError(f"{path}: ids are not in the order of merges.txt, as GPT-2's are; such a tokenizer is not supported")
     known = set(tokens)
     special = {token: i for token, i in vocab.items() if token not in known}
-    for token in special:           # a token that one more merge would make is not a special one
-        if token != EOT and any(token[:cut] in known and token[cut:] in known for cut in range(1, len(token))):
+    for token, i in special.items():    # a token that one more merge would make is not a special one, unless it was added
+        added = token == EOT or i > vocab[EOT] > max(ids)
+        if not added and any(token[:cut] in known and token[cut:] in known for cut in range(1, len(token))):
             raise ValueError(f"{merges_path} lacks the merge that makes {token!r} of {path}: it is truncated, fetch it again")
     rank = dict(zip(tokens, ids))
     for pair in merges:                         # is the merge what merging by rank makes of its token?

@@ -150,4 +150,4 @@ def test_flops_of_a_layer_a_block_and_a_path(gpt2, T):
     path = random_path(gpt2, "1-2,4-4", "linear")
     assert flops(path.hidden, ids) == 3 * block + 2 * (2 * T * C * C)
     filled = 3 * (2 * T * C * 2 * C)                            # keys and values of each skipped block
-    assert flops(path.read, ids) == 3 * block + 3 * (2 * T * C * C) + filled
+    assert flops(path.prefill, ids) == 3 * block + 3 * (2 * T * C * C) + filled + 2 * C * V

@@ -163,3 +163,24 @@ def test_context_counts_the_cached_tokens(gpt2):
     assert_close(gpt2(ids[:, 10:], cache), gpt2(ids)[:, 10:], **CLOSE)         # the refused tokens left nothing behind
     with pytest.raises(ValueError, match="17 tokens.* 16"):
         gpt2(ids[:, :1], cache)
+
+
+# ---- what does not fit a cache ----
+
+def test_a_cache_refuses_another_batch_and_more_than_the_context():
+    gpt2 = GPT2(GPT2Config(vocab_size=31, n_positions=8, n_embd=12, n_layer=2, n_head=3)).requires_grad_(False)
+    ids, cache = torch.randint(31, (2, 8)), gpt2.new_cache()
+    gpt2(ids[:, :4], cache)
+    with pytest.raises(ValueError, match="2 texts"):
+        gpt2(ids[:1, 4:5], cache)
+    gpt2(ids[:, 4:], cache)
+    with pytest.raises(ValueError, match="up to 8 tokens"):
+        gpt2.run(torch.randn(2, 1, 12), 0, 2, cache)
+    assert [len(layer) for layer in cache] == [8, 8]
+
+
+def test_a_cache_may_be_filled_while_gradients_are_on():
+    gpt2 = GPT2(GPT2Config(vocab_size=31, n_positions=8, n_embd=12, n_layer=2, n_head=3))
+    ids, cache = torch.randint(31, (2, 8)), gpt2.new_cache()
+    logits = torch.cat([gpt2(ids[:, :4], cache), gpt2(ids[:, 4:], cache)], dim=1)
+    torch.testing.assert_close(logits, gpt2(ids), atol=1e-4, rtol=1e-4)

