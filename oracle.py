@@ -45,7 +45,8 @@ class Oracle(nn.Module):
     """Predicts, from the input x of a span of skipped blocks, the S hidden states that follow each of them.
 
     A trunk (causal, shared by all predictions) turns x (B, T, C) into features (B, T, F), and a head for each state adds
-    to x what the blocks would have added:  x * scale + features @ up + bias.  So an untrained oracle predicts no change.
+    to x what the blocks would have added:  x * scale + (features @ up + bias) * unit.  So an untrained oracle predicts no
+    change. `unit` is fixed before training: the size of the change in each dimension, so that one learning rate fits all.
     The last state is the span's output, where the late blocks resume. The others, the inputs of the skipped blocks after
     the first, serve the KV cache alone. `first` is added at position 0, whose state in GPT-2 is a huge constant that the
     later tokens use as a place to attend to (Sun et al. 2024, "Massive Activations in Large Language Models").
@@ -65,12 +66,13 @@ class Oracle(nn.Module):
         self.scale = nn.Parameter(torch.ones(n_states, n_embd))
         self.up = nn.Parameter(torch.zeros(n_states, dim, n_embd))
         self.bias = nn.Parameter(torch.zeros(n_states, n_embd))
+        self.unit = nn.Parameter(torch.ones(n_states, n_embd), requires_grad=False)
         self.first = nn.Parameter(torch.zeros(n_states, n_embd))
 
     def predict(self, x, which):
         """x (B, T, C) -> the states of these numbers, (len(which), B, T, C)."""
-        scale, up, bias, first = (p[which, None] for p in (self.scale, self.up, self.bias, self.first))
-        y = x * scale[:, None] + self.trunk(x) @ up + bias[:, None]
+        scale, up, bias, unit, first = (p[which, None] for p in (self.scale, self.up, self.bias, self.unit, self.first))
+        y = x * scale[:, None] + (self.trunk(x) @ up + bias[:, None]) * unit[:, None]
         y[:, :, 0] += first
         return y
 
@@ -102,7 +104,7 @@ class PathOracle(nn.Module):
 
     def n_parameters(self):
         """How many parameters predict what the late blocks resume from, and how many more serve the KV cache alone."""
-        caching = sum(p[:-1].numel() for o in set(self.oracles) for p in (o.scale, o.up, o.bias, o.first))
+        caching = sum(p[:-1].numel() for o in set(self.oracles) for p in (o.scale, o.up, o.bias, o.unit, o.first))
         return sum(p.numel() for p in self.oracles.parameters()) - caching, caching
 
     def forward(self, ids):

@@ -23,10 +23,10 @@ from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, 
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
 KV_WEIGHT = 0.3             # of the states that serve the KV cache alone
-KL_EVERY = 2                # the distributions are compared at every second position: half the cost
+KL_EVERY = 4                # the distributions are compared at every fourth position, which costs little and gains almost all
 SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
 DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 2,
-            "shared": False, "cos_weight": 0.5, "kl_weight": 1.0, "steps": 781, "batch_size": 8, "context": None,
+            "shared": False, "cos_weight": 0.5, "kl_weight": 1.0, "steps": 1500, "batch_size": 2, "context": None,
             "lr": 3e-3, "seed": 0, "step": 0}
 
 
@@ -80,6 +80,19 @@ def set_first(path, n, ids):
     for j, state in enumerate(trace[n][1]):
         lack = (true[path.spans[n].start + 1 + j] - state)[:, 0].mean(dim=0)
         path.oracles[n].first[j if j + 1 < len(path.spans[n]) else -1] += lack
+
+
+@torch.no_grad()
+def start(path, n, ids):
+    """Where training of oracle n begins: at the mean change of each dimension on ids (B, T), in units of its deviation."""
+    true, trace, _ = walk(path, ids, path.spans[-1].stop)
+    span, oracle = path.spans[n], path.oracles[n]
+    for j, t in enumerate(true[span.start + 1:span.stop + 1]):
+        change = (t - trace[n][0])[:, 1:].flatten(0, 1)
+        head = j if j + 1 < len(span) else -1
+        oracle.unit[head] = change.std(dim=0).clamp_min(1e-6)
+        oracle.bias[head] = change.mean(dim=0) / oracle.unit[head]
+    set_first(path, n, ids)
 
 
 @torch.no_grad()
@@ -190,7 +203,12 @@ def main():
     predicting, caching = path.n_parameters()
     print(f"{settings['model']}: blocks {settings['skip']} replaced by {predicting:,} oracle parameters "
           f"({predicting / replaced:.1%} of theirs), and {caching:,} for the KV cache", flush=True)
-    optimizers = [torch.optim.AdamW(path.oracles.parameters(), betas=(0.9, 0.95), weight_decay=0.0)]
+    # Muon for the matrices of the trunk (Jordan et al. 2024), scaled so that AdamW's learning rate serves both
+    matrices = [p for name, p in path.oracles.named_parameters() if "trunk" in name and p.ndim == 2]
+    others = [p for p in path.oracles.parameters() if not any(p is q for q in matrices)]
+    optimizers = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
 
     def save():
         save_path(target, path, settings, optimizer_tensors(path.oracles, optimizers))
@@ -205,7 +223,7 @@ def main():
         settings["step"] = settings["steps"]
     else:
         for n in range(0 if resume else len(path.spans)):
-            set_first(path, n, batch(0))
+            start(path, n, sample_windows(training_ids, 32, settings["context"], settings["seed"], step=-1))
         if not train(path, batch, settings, optimizers, save):
             print(f"stopped after step {settings['step']}, saved in {target}; "
                   f"go on with: python train_oracle.py --resume --out {shlex.quote(str(out))}")

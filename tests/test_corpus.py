@@ -76,8 +76,8 @@ def test_about_one_file_in_twenty_is_held_out(names):
 
 
 def test_files_go_whole_to_one_side(names, tmp_path):
-    files = {name: f"def f():\n    {made_up(30, name)!r}\n    class C:\n        {made_up(30, name + '2')!r}\nx = [{{'a': "
-                   f"({made_up(30, name + '3')!r}, 1)}}]\n" for name in names[0][:9] + names[1][:3]}
+    files = {name: f"def f():\n    {made_up(30, name)!r}\n    class C:\n        {made_up(30, name + '2')!r}\n"
+                   f"x = [{{'a': ({made_up(30, name + '3')!r}, 1)}}]\n" for name in names[0][:9] + names[1][:3]}
     for side, its in zip(split(tmp_path, files), (names[0][:9], names[1][:3])):
         assert sorted(side) == sorted(made_up(30, name + n) for name in its for n in ("", "2", "3"))
 
@@ -162,7 +162,8 @@ def test_end_of_text_in_a_text_is_not_the_token(tokenizer, tmp_path):
     assert tokenizer.decode(train.tolist()) + tokenizer.decode(heldout.tolist()) == whole
 
 
-@pytest.mark.parametrize("letters, context, side", [(100, 10, None), (100, 11, "held-out"), (8, 2, "held-out"), (1, 2, "training")])
+@pytest.mark.parametrize("letters, context, side", [(100, 10, None), (100, 11, "held-out"), (8, 2, "held-out"),
+                                                    (1, 2, "training")])
 def test_a_side_that_is_shorter_than_a_window_is_refused(tokenizer, tmp_path, letters, context, side):
     (tmp_path / "file").write_text("x" * letters)
     if side is None:

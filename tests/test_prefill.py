@@ -38,7 +38,8 @@ def random_path(gpt2, kind="transformer", skip="2-4", shared=False):
 def prefilled_logits(path, ids, prompt, pieces, replay=0):
     """The logits of ids from the prompt's last token on; behind the prompt, the full model goes on in pieces."""
     logits, cache = path.prefill(ids[:, :prompt], replay)
-    return torch.cat([logits[:, None], *(path.gpt2(piece, cache) for piece in ids[:, prompt:].split(pieces, dim=1))], dim=1)
+    pieces = ids[:, prompt:].split(pieces, dim=1)
+    return torch.cat([logits[:, None], *(path.gpt2(piece, cache) for piece in pieces)], dim=1)
 
 
 # ---- against the full model ----
@@ -172,7 +173,7 @@ def greedy(logits_of, ids, n):
 @pytest.mark.parametrize("prompt", [1, 6, 20])
 def test_greedy_decoding_over_the_cache_equals_recomputation(gpt2, prompt):
     ids, n = random_ids(1, prompt), CONFIG.n_positions - prompt        # to the last token that the context allows
-    gpt2.wpe.weight.mul_(10)                                           # so that positions matter and no token repeats for ever
+    gpt2.wpe.weight.mul_(10)                                           # so that it does not repeat one token for ever
     expected = greedy(gpt2, ids, n)
     assert len(set(expected)) >= 5
     assert decode(gpt2, *exact_path(gpt2).prefill(ids), n) == expected

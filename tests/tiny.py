@@ -1,4 +1,4 @@
-"""A tiny GPT-2 with random weights, the same as a directory in Hugging Face's layout, a tiny text, and what to expect."""
+"""A tiny GPT-2 with random weights, the same as a model directory, a tiny text, and what prefilling must lead to."""
 
 import json
 import random
