@@ -22,7 +22,7 @@ from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, 
 
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
-KV_WEIGHT = 0.3             # of the states that serve the KV cache alone
+KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
 KL_EVERY = 4                # the distributions are compared at every fourth position, which costs little and gains almost all
 SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
 DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 2,
