@@ -21,7 +21,7 @@ from model import LayerCache
 from oracle import load_path, plain_skip, read_settings, true_states
 
 SHIPPED = Path(__file__).parent / "data" / "mini" / "oracle.safetensors"
-REPLAY = 16                 # prompt tokens that the full model reads; README has the trade-off behind the choice
+REPLAY = 16                 # prompt tokens that the full model reads
 DECODE = 48                 # tokens that --prompt goes on for
 
 
@@ -86,11 +86,12 @@ def continuations(path, ids, prompt, length, replay):
     """
     gpt2, losses = path.gpt2, {}
     batches = [w for w in windows(ids, prompt + length) if w.shape[1] == prompt + length]
+    reads = prefills(path, replay)
     for window in progress(batches):
         head, inputs, targets = window[:, :prompt], window[:, prompt:-1], window[:, prompt:]
         logits = {"path throughout": path(window)[:, prompt - 1:-1],
                   "no prompt": gpt2(window[:, prompt - 1:-1])}      # its last token alone, to have something to go on from
-        for name, read in prefills(path, replay).items():
+        for name, read in reads.items():
             last, cache = read(head)
             logits[name] = torch.cat([last[:, None], gpt2(inputs, cache)], dim=1)
         for name in logits:
@@ -213,7 +214,8 @@ def main():
         raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model, --replay 0 or more")
     named_paths = [(file.name, load_path(file, gpt2)) for file in files]
     for file, its in zip(files, settings):
-        print(f"{file}: {its['oracle']} oracle for blocks {its['skip']} of {its['model']}, {its['step']} steps on {its['text']}")
+        print(f"{file}: {its['oracle']} oracle for blocks {its['skip']} of {its['model']}, {its['step']} of {its['steps']} steps "
+              f"on {its['text']}")
     if args.prompt is not None:
         return show_continuations(gpt2, tokenizer, named_paths, args.prompt, args.replay)
 
@@ -223,7 +225,7 @@ def main():
     show(rows, PATH_COLUMNS)
     continuation = []
     for name, path in named_paths:
-        print(f"{name}: {context * 3 // 4} tokens of prompt, the next {context - context * 3 // 4} scored with the full model, "
+        print(f"{name}: {context * 3 // 4} tokens of prompt, the next {context - context * 3 // 4} scored, "
               f"replay {args.replay}\n", flush=True)
         its = continuation_rows(path, ids, context, args.replay)
         show(its, CONTINUATION_COLUMNS)

@@ -52,7 +52,8 @@ class LayerCache:
             self.buffers = k.new_empty(B, H, self.n_positions, D), v.new_empty(B, H, self.n_positions, D)
         end = self.length + T
         if B != len(self.buffers[0]) or end > self.n_positions:
-            raise ValueError(f"the KV cache holds {len(self.buffers[0])} texts of up to {self.n_positions} tokens, not {B} of {end}")
+            raise ValueError(f"the KV cache holds {len(self.buffers[0])} texts of up to {self.n_positions} tokens, "
+                             f"not {B} of {end}")
         for buffer, new in zip(self.buffers, (k, v)):
             buffer[:, :, self.length:end] = new
         self.length = end
@@ -158,6 +159,6 @@ class GPT2(nn.Module):
 
     def forward(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, vocab_size). With a cache, ids are the tokens that follow those in it."""
-        x = self.embed(ids, past=max(map(len, cache)) if cache else 0)
+        x = self.embed(ids, past=max(map(len, cache)) if cache else 0)     # some may be left empty
         x = self.run(x, 0, self.config.n_layer, cache)
         return self.unembed(x)

@@ -42,7 +42,7 @@ def parse_skip(pattern, n_layer):
 
 
 class Oracle(nn.Module):
-    """Predicts, from the input x of a span of skipped blocks, the S hidden states that follow each of them.
+    """Predicts, from the input x of a span of skipped blocks, the S hidden states, one behind each block.
 
     A trunk (causal, shared by all predictions) turns x (B, T, C) into features (B, T, F), and a head for each state adds
     to x what the blocks would have added:  x * scale + (features @ up + bias) * unit.  So an untrained oracle predicts no
@@ -70,7 +70,7 @@ class Oracle(nn.Module):
         self.first = nn.Parameter(torch.zeros(n_states, n_embd))
 
     def predict(self, x, which):
-        """x (B, T, C) -> the states of these numbers, (len(which), B, T, C)."""
+        """x (B, T, C) -> the states with these indices, (len(which), B, T, C)."""
         scale, up, bias, unit, first = (p[which, None] for p in (self.scale, self.up, self.bias, self.unit, self.first))
         y = x * scale[:, None] + (self.trunk(x) @ up + bias[:, None]) * unit[:, None]
         y[:, :, 0] += first

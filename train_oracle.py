@@ -23,7 +23,7 @@ from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, 
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
 KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
-KL_EVERY = 4                # the distributions are compared at every fourth position, which costs little and gains almost all
+KL_EVERY = 4                # the distributions are compared at every fourth position, which is much cheaper
 SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
 DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 2,
             "shared": False, "cos_weight": 0.5, "kl_weight": 1.0, "steps": 1500, "batch_size": 2, "context": None,
@@ -128,7 +128,7 @@ def train(path, batch, settings, optimizers, save):
             optimizer.param_groups[0]["lr"] = settings["lr"] * share
         loss = path_loss(path, batch(step), settings)
         if not loss.isfinite():
-            raise ValueError(f"the loss is {loss.item()} in step {step + 1}: take a smaller --lr; nothing was saved since")
+            raise ValueError(f"the loss is {loss.item()} in step {step + 1}: take a smaller --lr")
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -179,11 +179,15 @@ def main():
     # an oracle that is there stays until the new one is complete; until then that one is saved beside it
     unfinished = Path(f"{out}.unfinished")
     old = unfinished if unfinished.exists() else out
-    target = old if resume else unfinished if out.exists() else out
-    settings = {**DEFAULTS, **(read_settings(old) if resume else {}), **given}
+    before = read_settings(old) if resume else {}
+    in_progress = resume and old == out and before["step"] < before["steps"]
+    target = unfinished if out.exists() and not in_progress else out
+    settings = {**DEFAULTS, **before, **given}
     for name in SHAPE:
-        if resume and name in given and given[name] != read_settings(old)[name]:
-            raise ValueError(f"--resume goes on with {name} = {read_settings(old)[name]}; leave --{name} out, or train anew")
+        if resume and name in given and given[name] != before[name]:
+            raise ValueError(f"--resume goes on with {name} = {before[name]}; leave --{name} out, or train anew")
+    if settings["oracle"] == "linear" and settings["shared"]:
+        raise ValueError("--shared needs an oracle that is trained: a linear one is solved for each span by itself")
 
     gpt2, tokenizer = load_gpt2(settings["model"], where)
     settings["context"] = settings["context"] or min(gpt2.config.n_positions, 256)
@@ -194,7 +198,7 @@ def main():
     path = load_path(old, gpt2) if resume else new_path(gpt2, settings).to(where)
     if settings["step"] >= settings["steps"]:
         raise ValueError(f"{old} has all its {settings['step']} steps; give more --steps to go on")
-    training_ids, heldout_ids = (ids.to(where) for ids in load_tokens(settings["text"], tokenizer, settings["context"] + 1))
+    training_ids, heldout_ids = (ids.to(where) for ids in load_tokens(settings["text"], tokenizer, settings["context"]))
 
     def batch(step):
         return sample_windows(training_ids, settings["batch_size"], settings["context"], settings["seed"], step)
@@ -222,7 +226,7 @@ def main():
         fit_linear(path, batch, settings["steps"])
         settings["step"] = settings["steps"]
     else:
-        for n in range(0 if resume else len(path.spans)):
+        for n in range(len(set(path.oracles)) if settings["step"] == 0 else 0):
             start(path, n, sample_windows(training_ids, 32, settings["context"], settings["seed"], step=-1))
         if not train(path, batch, settings, optimizers, save):
             print(f"stopped after step {settings['step']}, saved in {target}; "

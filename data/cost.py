@@ -23,6 +23,7 @@ def flops(function, *args):
     return counter.get_total_flops()
 
 
+@torch.no_grad()
 def milliseconds(functions, ids, runs=15):
     """Median time of each function(ids) -> list. Runs are interleaved, so that a slow moment of the machine hits all."""
     times = [[] for _ in functions]
@@ -57,8 +58,7 @@ def main():
                 "path": lambda ids: gpt2.unembed(path.hidden(ids)[:, -1]),
                 f"oracle prefill, replay {args.replay}": lambda ids: path.prefill(ids, args.replay),
                 "oracle prefill, no replay": lambda ids: path.prefill(ids)}
-        with torch.no_grad():
-            times = milliseconds(ways.values(), ids, args.runs)
+        times = milliseconds(ways.values(), ids, args.runs)
         operations = [flops(way, ids) for way in ways.values()]
         print(f"time to first token, {name}'s shape, prompt of {T}\n"
               f"{'':28}{'GFLOP':>8}{'allowed':>9}{'ms':>9}{'speed-up':>10}{'reached':>9}")
@@ -70,12 +70,12 @@ def main():
         # training: a step against the frozen model's forward pass alone, same batch
         batch = torch.randint(config.vocab_size, (8 if T == 256 else 2, 256))
 
+        @torch.enable_grad()
         def step(ids, **changed):
             path_loss(path, ids, {**DEFAULTS, **changed}).backward()
 
         def forward(ids):
-            with torch.no_grad():
-                gpt2.run(gpt2.embed(ids), 0, path.spans[-1].stop)
+            gpt2.run(gpt2.embed(ids), 0, path.spans[-1].stop)
         ways = {"forward pass of GPT-2 alone, up to block 10": forward,
                 "a training step, --kl-weight 0": lambda ids: step(ids, kl_weight=0), "a training step": step}
         times = milliseconds(ways.values(), batch, max(3, args.runs // 3))

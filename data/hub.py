@@ -43,7 +43,9 @@ def download(url, path, sha256=None):
             size = int(reply.headers["Content-Length"] or -1)
         print(f"downloading {url}")
         torch.hub.download_url_to_file(url, str(part), hash_prefix=sha256)
-        if part.stat().st_size != size:             # torch.hub takes a cut connection for the end
+        if size < 0 and not sha256:
+            raise ValueError("the server does not say how long the file is")
+        if size >= 0 and part.stat().st_size != size:       # torch.hub takes a cut connection for the end
             raise ValueError(f"{part.stat().st_size} bytes came instead of {size}")
         os.replace(part, path)
     except (OSError, http.client.HTTPException, RuntimeError, ValueError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from data.cli import command
 from data.corpus import load_text, load_tokens, sample_windows
 from eval_ppl import evaluate
 from data.tokenizer import EOT, load_tokenizer
@@ -75,7 +76,7 @@ def main():
     parser.add_argument("--steps", type=int, default=3400, help="optimizer steps (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="windows a step (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("data/mini"), help="directory (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("my-mini"), help="directory (%(default)s)")
     args = parser.parse_args()
 
     args.out.mkdir(parents=True, exist_ok=True)
@@ -134,4 +135,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command(main)
