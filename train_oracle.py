@@ -121,7 +121,7 @@ def train(path, batch, settings, optimizers, save):
     interrupted = []
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))       # looked at between steps, never within one
     first, steps, tokens = settings["step"], settings["steps"], settings["batch_size"] * settings["context"]
-    start = shown = saved = time.time()
+    began = shown = saved = time.time()
     for step in range(first, steps):
         share = min(1, (step + 1) / WARM_UP, (steps - step) / steps)        # warm-up, then linearly to zero
         for optimizer in optimizers:
@@ -135,7 +135,7 @@ def train(path, batch, settings, optimizers, save):
             optimizer.zero_grad()
         settings["step"], now = step + 1, time.time()
         if now - shown > 5 or step in (first, steps - 1):
-            shown, rate = now, (step + 1 - first) / (now - start)
+            shown, rate = now, (step + 1 - first) / (now - began)
             print(f"step {step + 1}/{steps}  loss {loss.item():.4f}  {rate * tokens:,.0f} tokens/s  "
                   f"{(steps - step - 1) / rate:.0f} s left", flush=True)
         if interrupted or now - saved > SAVE_EVERY:
@@ -227,7 +227,7 @@ def main():
         settings["step"] = settings["steps"]
     else:
         for n in range(len(set(path.oracles)) if settings["step"] == 0 else 0):
-            start(path, n, sample_windows(training_ids, 32, settings["context"], settings["seed"], step=-1))
+            start(path, n, sample_windows(training_ids, 32, settings["context"], settings["seed"], -1))
         if not train(path, batch, settings, optimizers, save):
             print(f"stopped after step {settings['step']}, saved in {target}; "
                   f"go on with: python train_oracle.py --resume --out {shlex.quote(str(out))}")

@@ -112,22 +112,23 @@ def test_each_state_has_weights_of_its_own_and_the_last_is_forward(kind):
     assert len(oracle.states(x, 2)) == 2 and len(oracle.states(x, 1)) == 1
 
 
-def test_a_linear_oracle_is_linear_but_for_position_0():
-    x, oracle = torch.randn(2, 7, 24), Oracle("linear", 24, 1)
+def test_a_linear_oracle_is_linear_and_adds_a_constant_at_position_0():
+    oracle, (x, y) = Oracle("linear", 24, 1), torch.randn(2, 3, 7, 24)
     randomize(oracle)
-    y, p = oracle(x).detach(), {name: p[0].detach().numpy() for name, p in oracle.named_parameters()}
-    for b in range(2):
-        for t in range(7):
-            row = x[b, t].numpy()
-            wanted = row * p["scale"] + row @ p["up"] + p["bias"] + (p["first"] if t == 0 else 0)
-            assert_close(y[b, t], torch.tensor(wanted), **CLOSE)
+    with torch.no_grad():
+        assert_close(oracle(0.3 * x + 0.7 * y), 0.3 * oracle(x) + 0.7 * oracle(y), **CLOSE)
+        difference = oracle(x) - oracle(x.roll(1, dims=1)).roll(-1, dims=1)         # of a token and the same one place on
+    assert_close(difference[:, 1:6], torch.zeros(3, 5, 24), **CLOSE)
+    assert_close(difference[:, 0], difference[:1, 0].expand(3, 24), **CLOSE)
+    assert difference[0, 0].norm() > 0.5
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_parameters_are_counted_once(gpt2, shared):
-    path = new_path(gpt2, {**SETTINGS, "oracle": "linear", "skip": "0-2,4-4", "shared": shared})
-    head = 24 * 24 + 3 * 24                                     # up; scale, bias and first
-    assert path.n_parameters() == ((head, 2 * head) if shared else (2 * head, 2 * head))
+def test_parameters_are_counted_once(gpt2):
+    settings = {**SETTINGS, "skip": "1-2,4-5"}
+    own, shared = (new_path(gpt2, {**settings, "shared": shared}) for shared in (False, True))
+    assert sum(own.n_parameters()) == sum(p.numel() for p in own.oracles.parameters())
+    assert own.n_parameters() == tuple(2 * n for n in shared.n_parameters())
+    assert new_path(gpt2, {**SETTINGS, "skip": "3-3"}).n_parameters()[1] == 0      # no input lies within the span
 
 
 # ---- files ----
@@ -205,7 +206,7 @@ def test_path_loss_of_exact_oracles_is_zero_and_kl_counts_for_others(gpt2):
     nothing = PathOracle(gpt2, spans, [Nothing() for _ in spans])
     assert abs(path_loss(exact, ids, {**SETTINGS, "kl_weight": 1.0}).item()) < 1e-5
     with_kl, without = (path_loss(nothing, ids, {**SETTINGS, "kl_weight": weight}).item() for weight in (2.0, 0.0))
-    p, q = (logits[:, ::2].double().log_softmax(dim=-1) for logits in (gpt2(ids), nothing(ids)))    # every second token
+    p, q = (logits[:, ::4].double().log_softmax(dim=-1) for logits in (gpt2(ids), nothing(ids)))    # every fourth token
     assert_close((with_kl - without) / 2, (p.exp() * (p - q)).sum(dim=-1).mean().item(), **CLOSE)
 
 
@@ -228,11 +229,12 @@ def test_fit_linear_is_weighted_least_squares(gpt2, skip):
                 weight = 1 / np.linalg.norm(targets, axis=1, keepdims=True)
                 a = np.hstack([rows, np.ones_like(weight)])
                 solution = np.linalg.lstsq(a * weight, (targets - rows) * weight, rcond=None)[0]
-                assert_close(torch.vstack([oracle.up[j], oracle.bias[j]]).detach().double(), torch.tensor(solution),
-                             atol=2e-3, rtol=2e-3)
-                x_0, true_0 = x[:8, 0].double().numpy(), true[:8, 0].double().numpy()       # of the first batch
-                lack = (true_0 - x_0 - np.hstack([x_0, np.ones((8, 1))]) @ solution).mean(axis=0)
-                assert_close(oracle.first[j].detach().double(), torch.tensor(lack), atol=5e-3, rtol=5e-3)
+                ones = np.ones((*x.shape[:2], 1))
+                wanted = x.double().numpy() + np.concatenate([x.double().numpy(), ones], axis=2) @ solution
+                wanted[:, 0] += (true[:8, 0].double().numpy() - wanted[:8, 0]).mean(axis=0)     # over the first batch
+                with torch.no_grad():
+                    predicted = oracle.states(x, len(span))[j].double()
+                assert_close(predicted, torch.tensor(wanted), atol=5e-3, rtol=1e-3)
         with torch.no_grad():
             x = gpt2.run(oracle(x), span.stop, until)
 
