@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from data.cli import CONTINUATION_COLUMNS, PATH_COLUMNS, Parser, command, device, positive, progress, show
 from data.corpus import load_tokens
 from data.cost import flops, milliseconds
-from load_weights import load_gpt2, replace_file
+from data.files import replace_file
+from load_weights import load_gpt2
 from model import LayerCache
 from oracle import load_path, plain_skip, read_settings, true_states
 

@@ -5,13 +5,11 @@ what is wrong and what to do.
 """
 
 import hashlib
-import os
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from data.hub import find, read_json
 from data.tokenizer import load_tokenizer
@@ -138,37 +136,3 @@ def fingerprint(gpt2):
     for p in gpt2.parameters():
         digest.update(p[::max(1, len(p) // 16)].detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-# ---- files of our own ----
-
-def replace_file(path, content):
-    """Writes bytes whole or not at all: what stood at `path` stays there until the new file is complete."""
-    part = Path(f"{path}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def save_tensors(path, tensors, metadata):
-    """A safetensors file with {string: string} metadata."""
-    replace_file(path, save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, metadata))
-
-
-def optimizer_tensors(module, optimizers):
-    """The optimizers' state as named tensors, so that it can stand in a safetensors file: nothing is ever pickled."""
-    return {f"optimizer.{key}.{name}": value for name, p in module.named_parameters()
-            for optimizer in optimizers for key, value in optimizer.state.get(p, {}).items()}
-
-
-def restore_optimizers(module, optimizers, tensors):
-    """The reverse of optimizer_tensors."""
-    for name, p in module.named_parameters():
-        for optimizer in optimizers:
-            if any(p is q for group in optimizer.param_groups for q in group["params"]):
-                state = {full.split(".")[1]: tensor.clone() for full, tensor in tensors.items()
-                         if full.startswith("optimizer.") and full.split(".", 2)[2] == name}
-                # AdamW counts its steps on the CPU
-                optimizer.state[p] = {key: t if key == "step" else t.to(p.device) for key, t in state.items()}

@@ -12,7 +12,8 @@ import re
 import torch
 from torch import nn
 
-from load_weights import fingerprint, read_metadata, read_tensors, save_tensors
+from data.files import save_tensors
+from load_weights import fingerprint, read_metadata, read_tensors
 from model import Block
 
 KINDS = ("transformer", "mlp", "linear")

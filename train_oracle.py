@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from data.cli import PATH_COLUMNS, Parser, command, device, positive, show
 from data.corpus import load_tokens, sample_windows
+from data.files import optimizer_tensors, restore_optimizers
 from eval_ppl import path_rows
-from load_weights import load_gpt2, optimizer_tensors, read_tensors, restore_optimizers
+from load_weights import load_gpt2, read_tensors
 from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, true_states
 
 WARM_UP = 50                # steps

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from data.cli import command
 from data.corpus import load_text, load_tokens, sample_windows
-from eval_ppl import evaluate
+from data.files import optimizer_tensors, restore_optimizers, save_tensors
 from data.tokenizer import EOT, load_tokenizer
-from load_weights import optimizer_tensors, read_metadata, read_tensors, restore_optimizers, save_tensors
+from eval_ppl import evaluate
+from load_weights import read_metadata, read_tensors
 from model import GPT2, GPT2Config
 
 CONFIG = GPT2Config(vocab_size=4096, n_positions=256, n_embd=192, n_layer=12, n_head=6)
