@@ -128,8 +128,9 @@ class GPT2(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
-        self.wpe = nn.Embedding(c.n_positions, c.n_embd)
+        # uniform, as the Linear layers start: nn.Embedding's own normal_ costs a second of imports on the meta device
+        self.wte, self.wpe = (nn.Embedding.from_pretrained(torch.empty(n, c.n_embd).uniform_(-0.1, 0.1), freeze=False)
+                              for n in (c.vocab_size, c.n_positions))
         self.blocks = nn.ModuleList(Block(c.n_embd, c.n_head, c.n_inner, c.layer_norm_epsilon) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd, c.layer_norm_epsilon)
 

@@ -117,7 +117,7 @@ def test_a_linear_oracle_is_linear_and_adds_a_constant_at_position_0():
     randomize(oracle)
     with torch.no_grad():
         assert_close(oracle(0.3 * x + 0.7 * y), 0.3 * oracle(x) + 0.7 * oracle(y), **CLOSE)
-            difference = oracle(x) - oracle(x.roll(1, dims=1)).roll(-1, dims=1)     # of a token and the same one place on
+        difference = oracle(x) - oracle(x.roll(1, dims=1)).roll(-1, dims=1)     # of a token and the same one place on
     assert_close(difference[:, 1:6], torch.zeros(3, 5, 24), **CLOSE)
     assert_close(difference[:, 0], difference[:1, 0].expand(3, 24), **CLOSE)
     assert difference[0, 0].norm() > 0.5
