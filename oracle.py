@@ -198,8 +198,11 @@ def read_settings(file):
     """The settings that an oracle was trained with; raises ValueError where the file is none of ours."""
     read_tensors(file)
     try:
-        return json.loads(read_metadata(file)["pathoracle"])
-    except (KeyError, ValueError):
+        settings = json.loads(read_metadata(file)["pathoracle"])
+        for name in ("skip", "oracle", "dim", "blocks", "shared", "model", "fingerprint"):
+            settings[name]
+        return settings
+    except (KeyError, TypeError, ValueError):
         raise ValueError(f"{file} is a safetensors file but not an oracle: train one with train_oracle.py") from None
 
 

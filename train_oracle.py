@@ -47,7 +47,7 @@ def state_loss(predicted, true, cos_weight):
     """(B, T, C) twice -> squared error + cos_weight * (1 - cosine) of each token, averaged.
 
     The squared error is relative to the square of the token's true state: GPT-2's state at position 0 is a hundred times
-    the others (Oracle has more on it), and a plain mean would be about that one.
+    the others (Oracle has more on it), and a plain mean would be about that one (set_first starts it there).
     """
     error = ((predicted - true).square().sum(dim=-1) / true.square().sum(dim=-1)).mean()
     if cos_weight:

@@ -9,6 +9,7 @@
 """
 
 import hashlib
+import io
 import json
 import os
 import platform
@@ -78,7 +79,7 @@ def load_wikitext():
     with zipfile.ZipFile(path) as archive:
         # "documents joined by blank lines", as published perplexities have it: 287,644 tokens of GPT-2's in the test set
         def read(part):
-            lines = archive.read(f"wikitext-2-raw/wiki.{part}.raw").decode("utf-8").splitlines(keepends=True)
+            lines = io.StringIO(archive.read(f"wikitext-2-raw/wiki.{part}.raw").decode("utf-8"))    # ends lines at \n alone
             return "\n\n".join(line if line.strip() else "" for line in lines)
         return [read("train")], [read("test")]
 

@@ -153,7 +153,8 @@ def test_a_run_that_was_cut_goes_on_to_the_same_weights(run, training, trained, 
     assert [file for file in tmp_path.iterdir() if file.suffix != ".part"] == [out]
 
 
-def test_a_run_that_fails_leaves_the_existing_oracle(run, training, trained, tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps", [STEPS, 2 * STEPS], ids=["anew", "fine-tuning"])
+def test_a_run_that_fails_leaves_the_existing_oracle(run, training, trained, tmp_path, monkeypatch, steps):
     out, sample, calls = tmp_path / "oracle.safetensors", train_oracle.sample_windows, []
 
     def fail(*args, **keywords):
@@ -162,14 +163,15 @@ def test_a_run_that_fails_leaves_the_existing_oracle(run, training, trained, tmp
             raise OSError("no space left on device")
         return sample(*args, **keywords)
 
-    out.write_bytes(b"what was here before")
+    out.write_bytes(trained[0].read_bytes())
+    monkeypatch.setattr(train_oracle, "SAVE_EVERY", 0)
     with monkeypatch.context() as patch:
         patch.setattr(train_oracle, "sample_windows", fail)
-        status, _, err = run(train_oracle, *training)
+        status, _, err = run(train_oracle, *(training if steps == STEPS else ["--resume", "--steps", steps]))
     assert (status, err) == (2, "error: no space left on device\n")
-    assert out.read_bytes() == b"what was here before"
-    assert run(train_oracle, *training)[0] == 0
-    assert_same_weights(out, trained[0])
+    assert out.read_bytes() == trained[0].read_bytes()
+    assert run(train_oracle, "--resume")[0] == 0
+    assert read_settings(out)["step"] == steps and [*tmp_path.iterdir()] == [out]
 
 
 def test_a_run_that_diverges_says_so_and_leaves_the_existing_oracle(run, training, tmp_path):
@@ -244,7 +246,8 @@ TRAINING_TROUBLE = [
     (["--text", "{bad}/latin1.txt"], "UTF-8"), (["--model", "nowhere"], "nowhere"), (["--dim", "10"], "heads"),
     (["--context", "33"], "8 to 32"), (["--context", "2"], "8 to 32"), (["--steps", "0"], "--steps"),
     (["--steps", "many"], "many"), (["--batch-size", "-1"], "--batch-size"), (["--seed", "x"], "--seed"),
-    (["--oracle", "magic"], "magic"), (["--device", "abacus"], "abacus"), (["--no-such-option"], "--no-such-option"),
+    (["--oracle", "magic"], "magic"), (["--oracle", "linear", "--shared", "--skip", "1-2,4-4"], "--shared"),
+    (["--device", "abacus"], "abacus"), (["--no-such-option"], "--no-such-option"),
     (["--out", "nowhere/oracle.safetensors"], "nowhere"), (["--out", "."], "directory"),
     (["--resume"], "oracle.safetensors"), (["--resume", "--out", "nowhere"], "nowhere"),
     (["--resume", "--out", "{bad}/truncated.safetensors"], "truncated"),

@@ -92,14 +92,15 @@ def test_the_split_is_the_same_each_time_and_everywhere(names, tmp_path):
 
 
 def test_heldout_documents_that_training_text_gives_away_are_dropped(names, tmp_path):
-    documents = [made_up(47, f"heldout {n}") for n in range(4)]         # of 40 runs of 8 words
+    documents = [made_up(47, f"heldout {n}") for n in range(5)]         # of 40 runs of 8 words
     words = [document.split() for document in documents]
-    train = [" ".join(words[1][:15]),                                   # 8 runs, a fifth: kept
-             "and\n    " + "\n    ".join(words[2][-16:]) + " end",      # 9 runs, however they are laid out: dropped
-             documents[3]]
+    train = [" ".join(words[1][:15]),                                   # 8 of the runs, a fifth: kept
+             "a\n    " + "\n    ".join(words[2][-16:]) + " b",          # 9, whatever their layout: dropped
+             " ".join(" ".join(words[3][n:n + 8]) + f" {n}" for n in range(9)),         # 9, one by one: dropped
+             " ".join(" ".join(words[4][n:n + 7]) + f" {n}" for n in range(41))]        # all, but of 7 words: kept
     files = {name: literal(text + "\n" + made_up(40, name)) for name, text in zip(names[0], train)}
     files |= {name: literal(document) for name, document in zip(names[1], documents)}
-    assert sorted(split(tmp_path, files)[1]) == sorted(documents[:2])
+    assert sorted(split(tmp_path, files)[1]) == sorted([*documents[:2], documents[4]])
 
 
 def test_the_training_side_holds_nothing_that_is_held_out(names, tmp_path):

@@ -170,7 +170,7 @@ def test_a_truncated_file_is_refused(saved, gpt2, keep):
         load_path(saved, gpt2)
 
 
-@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"pathoracle": "{"}])
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"pathoracle": "{"}, {"pathoracle": "{}"}, {"pathoracle": "[]"}])
 def test_a_file_that_is_no_oracle_is_refused(saved, gpt2, metadata):
     save_file({"x": torch.zeros(1)}, saved, metadata)
     for read in (read_settings, lambda file: load_path(file, gpt2)):
