@@ -83,7 +83,12 @@ class Oracle(nn.Module):
 
     def states(self, x, n):
         """x (B, T, C) -> the n states behind each block of a span of n, each (B, T, C); the last is forward(x)."""
-        return list(self.predict(x, [*range(n - 1), -1]))
+        return list(self.predict(x, self.heads(n)))
+
+    @staticmethod
+    def heads(n):
+        """The heads that serve a span of n blocks, in order: the output's is always the last, also of a shared oracle."""
+        return [*range(n - 1), -1]
 
 
 class Nothing(nn.Module):

@@ -78,9 +78,9 @@ def path_loss(path, ids, settings):
 def set_first(path, n, ids):
     """Sets `first` of oracle n, what it adds at position 0, to the mean of what it lacks there on ids (B, T)."""
     true, trace, _ = walk(path, ids, path.spans[-1].stop)
-    for j, state in enumerate(trace[n][1]):
-        lack = (true[path.spans[n].start + 1 + j] - state)[:, 0].mean(dim=0)
-        path.oracles[n].first[j if j + 1 < len(path.spans[n]) else -1] += lack
+    span, oracle = path.spans[n], path.oracles[n]
+    for head, state, t in zip(oracle.heads(len(span)), trace[n][1], true[span.start + 1:]):
+        oracle.first[head] += (t - state)[:, 0].mean(dim=0)
 
 
 @torch.no_grad()
@@ -88,9 +88,8 @@ def start(path, n, ids):
     """Where training of oracle n begins: at the mean change of each dimension on ids (B, T), in units of its deviation."""
     true, trace, _ = walk(path, ids, path.spans[-1].stop)
     span, oracle = path.spans[n], path.oracles[n]
-    for j, t in enumerate(true[span.start + 1:span.stop + 1]):
+    for head, t in zip(oracle.heads(len(span)), true[span.start + 1:]):
         change = (t - trace[n][0])[:, 1:].flatten(0, 1)
-        head = j if j + 1 < len(span) else -1
         oracle.unit[head] = change.std(dim=0).clamp_min(1e-6)
         oracle.bias[head] = change.mean(dim=0) / oracle.unit[head]
     set_first(path, n, ids)
