@@ -129,7 +129,7 @@ def continuation_rows(path, ids, context, replay):
     losses = continuations(path, ids, prompt, context - prompt, replay)
     reads = prefills(path, replay)
     reads["path throughout"] = reads["no cache in the skipped blocks"] = \
-        lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])                  # neither fills what it skips
+        lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])                  # neither fills the skipped blocks' cache
     names = list(reads)
     times = dict(zip(names, milliseconds([reads[name] for name in names], ids[None, :prompt])))
     operations = {name: flops(reads[name], ids[None, :prompt]) for name in names}
@@ -196,9 +196,9 @@ def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("oracles", nargs="*", metavar="ORACLE", type=Path, help="files of train_oracle.py; default: "
                         "oracle.safetensors in the working directory, else the one in data/mini/")
-    parser.add_argument("--model", help="directory or name of the GPT-2 (default: what the oracle was trained on)")
-    parser.add_argument("--text", help="docs, wikitext-2 or a text file (default: what the oracle was trained on)")
-    parser.add_argument("--context", type=positive, help="tokens in a window (default: as in training)")
+    parser.add_argument("--model", help="directory or name of the GPT-2 (default: what the first oracle was trained on)")
+    parser.add_argument("--text", help="docs, wikitext-2 or a text file (default: what the first oracle was trained on)")
+    parser.add_argument("--context", type=positive, help="tokens in a window (default: as in training of the first oracle)")
     parser.add_argument("--replay", type=int, default=REPLAY, help="last tokens of a prompt that the full model reads "
                         "(default: %(default)s)")
     parser.add_argument("--prompt", help="show the greedy continuation of this text by each path instead of the tables")
@@ -213,7 +213,8 @@ def main():
     gpt2, tokenizer = load_gpt2(model, args.device)
     if context > gpt2.config.n_positions or context < 8 or args.replay < 0:
         raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model, --replay 0 or more")
-    named_paths = [(file.name, load_path(file, gpt2)) for file in files]
+    one_name_twice = len({file.name for file in files}) < len(files)
+    named_paths = [(str(file) if one_name_twice else file.name, load_path(file, gpt2)) for file in files]
     for file, its in zip(files, settings):
         print(f"{file}: {its['oracle']} oracle for blocks {its['skip']} of {its['model']}, {its['step']} of {its['steps']} steps "
               f"on {its['text']}")

@@ -147,7 +147,7 @@ class GPT2(nn.Module):
     def run(self, x, start, stop, cache=None):
         """Hidden state before block `start` -> hidden state before block `stop`, both (B, T, C)."""
         for i in range(start, stop):
-            x = self.blocks[i](x, cache and cache[i])
+            x = self.blocks[i](x, cache[i] if cache else None)
         return x
 
     def unembed(self, x):
@@ -160,6 +160,6 @@ class GPT2(nn.Module):
 
     def forward(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, vocab_size). With a cache, ids are the tokens that follow those in it."""
-        x = self.embed(ids, past=max(map(len, cache)) if cache else 0)     # some may be left empty
+        x = self.embed(ids, past=max(map(len, cache)) if cache else 0)     # a skipped block's may be empty
         x = self.run(x, 0, self.config.n_layer, cache)
         return self.unembed(x)

@@ -83,11 +83,12 @@ class Oracle(nn.Module):
 
     def states(self, x, n):
         """x (B, T, C) -> the n states behind each block of a span of n, each (B, T, C); the last is forward(x)."""
-        return list(self.predict(x, self.heads(n)))
+        return list(self.predict(x, self.head_indices(n)))
 
     @staticmethod
-    def heads(n):
-        """The heads that serve a span of n blocks, in order: the output's is always the last, also of a shared oracle."""
+    def head_indices(n):
+        """Indices of the heads for a span of n blocks, in order; the last always predicts the span's output, also where an
+        oracle is shared by spans of different lengths."""
         return [*range(n - 1), -1]
 
 

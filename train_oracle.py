@@ -47,7 +47,7 @@ def state_loss(predicted, true, cos_weight):
     """(B, T, C) twice -> squared error + cos_weight * (1 - cosine) of each token, averaged.
 
     The squared error is relative to the square of the token's true state: GPT-2's state at position 0 is a hundred times
-    the others (Oracle has more on it), and a plain mean would be about that one (set_first starts it there).
+    the others (Oracle has more on it), and would dominate a plain mean. (set_first starts the prediction of it.)
     """
     error = ((predicted - true).square().sum(dim=-1) / true.square().sum(dim=-1)).mean()
     if cos_weight:
@@ -79,16 +79,16 @@ def set_first(path, n, ids):
     """Sets `first` of oracle n, what it adds at position 0, to the mean of what it lacks there on ids (B, T)."""
     true, trace, _ = walk(path, ids, path.spans[-1].stop)
     span, oracle = path.spans[n], path.oracles[n]
-    for head, state, t in zip(oracle.heads(len(span)), trace[n][1], true[span.start + 1:]):
+    for head, state, t in zip(oracle.head_indices(len(span)), trace[n][1], true[span.start + 1:]):
         oracle.first[head] += (t - state)[:, 0].mean(dim=0)
 
 
 @torch.no_grad()
-def start(path, n, ids):
+def initialise(path, n, ids):
     """Where training of oracle n begins: at the mean change of each dimension on ids (B, T), in units of its deviation."""
     true, trace, _ = walk(path, ids, path.spans[-1].stop)
     span, oracle = path.spans[n], path.oracles[n]
-    for head, t in zip(oracle.heads(len(span)), true[span.start + 1:]):
+    for head, t in zip(oracle.head_indices(len(span)), true[span.start + 1:]):
         change = (t - trace[n][0])[:, 1:].flatten(0, 1)
         oracle.unit[head] = change.std(dim=0).clamp_min(1e-6)
         oracle.bias[head] = change.mean(dim=0) / oracle.unit[head]
@@ -169,14 +169,14 @@ def main():
     parser.add_argument("--seed", type=int, help="of weights and batches (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("oracle.safetensors"), help="the file written (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with --out, or with the unfinished run beside it; its "
-                        "settings hold, and --lr or more --steps fine-tune it")
+                        "settings hold; --lr or more --steps fine-tune a finished one, with the optimizers reset")
     parser.add_argument("--device", type=device, default="cpu", help="where to compute, such as cuda (default: %(default)s)")
     given = vars(parser.parse_args())
     out, where, resume = given.pop("out"), given.pop("device"), given.pop("resume", False)
 
     if out.is_dir():
         raise ValueError(f"--out {out} is a directory: give the name of a file")
-    # an oracle that is there stays until the new one is complete; until then that one is saved beside it
+    # an oracle that is there stays until the new one is complete; until then the new one is saved as OUT.unfinished
     unfinished = Path(f"{out}.unfinished")
     old = unfinished if unfinished.exists() else out
     before = read_settings(old) if resume else {}
@@ -226,8 +226,10 @@ def main():
         fit_linear(path, batch, settings["steps"])
         settings["step"] = settings["steps"]
     else:
-        for n in range(len(set(path.oracles)) if settings["step"] == 0 else 0):
-            start(path, n, sample_windows(training_ids, 32, settings["context"], settings["seed"], -1))
+        # a shared oracle has a head for each block of the longest span
+        spans = [max(range(len(path.spans)), key=lambda n: len(path.spans[n]))] if settings["shared"] else range(len(path.spans))
+        for n in spans if settings["step"] == 0 else ():
+            initialise(path, n, sample_windows(training_ids, 32, settings["context"], settings["seed"], -1))
         if not train(path, batch, settings, optimizers, save):
             print(f"stopped after step {settings['step']}, saved in {target}; "
                   f"go on with: python train_oracle.py --resume --out {shlex.quote(str(out))}")

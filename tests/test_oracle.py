@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from oracle import (KINDS, Nothing, Oracle, PathOracle, load_path, new_path, parse_skip, read_settings, save_path,
                     true_states)
-from train_oracle import KL_EVERY, fit_linear, path_loss, set_first, state_loss
+from train_oracle import KL_EVERY, fit_linear, initialise, path_loss, set_first, state_loss
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 SKIPS = ["2-4", "3-3", "1-2,4-4", "0-5"]
@@ -314,3 +314,11 @@ def test_a_massive_activation_at_position_0_does_not_disturb_the_others():
     # the loss alone, before anything is known of position 0; a plain squared error is 3 times the usual one here
     _, others = relative_errors(massive_gpt2(3000), first=False)
     assert others < 1.2 * usual
+
+
+def test_initialise_starts_each_head_at_the_mean_change(gpt2):
+    ids = random_ids(8, 20)
+    path = new_path(gpt2, {**SETTINGS, "skip": "1-1,3-4", "shared": True})
+    initialise(path, 1, ids)                                    # the longer of the spans: both heads
+    oracle = path.oracles[1]
+    assert (oracle.unit != 1).all() and (oracle.bias != 0).any(dim=1).all() and (oracle.first != 0).any(dim=1).all()
