@@ -154,6 +154,12 @@ class GPT2(nn.Module):
         """x (B, T, C) -> logits (B, T, vocab_size); the output matrix is the token embedding's (tied)."""
         return F.linear(self.ln_f(x), self.wte.weight)
 
+    def last_logits(self, x, cache):
+        """State before the last block (B, T, C) -> logits of the last position, (B, vocab_size), which is all that a prefill
+        asks of that block besides the keys and values of every token."""
+        self.blocks[-1].fill(x[:, :-1], cache[-1])
+        return self.unembed(self.blocks[-1](x[:, -1:], cache[-1])[:, -1])
+
     def new_cache(self):
         """An empty KV cache, one entry for each block; `run` fills it and continues from it."""
         return [LayerCache(self.config.n_positions) for _ in self.blocks]

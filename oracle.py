@@ -70,26 +70,21 @@ class Oracle(nn.Module):
         self.unit = nn.Parameter(torch.ones(n_states, n_embd), requires_grad=False)
         self.first = nn.Parameter(torch.zeros(n_states, n_embd))
 
-    def predict(self, x, which):
-        """x (B, T, C) -> the states with these indices, (len(which), B, T, C)."""
-        scale, up, bias, unit, first = (p[which, None] for p in (self.scale, self.up, self.bias, self.unit, self.first))
-        y = x * scale[:, None] + (self.trunk(x) @ up + bias[:, None]) * unit[:, None]
+    def states(self, x, n):
+        """x (B, T, C) -> the states behind each block of a span of n, (n, B, T, C), by the last n heads.
+
+        Counted from the end, so that an oracle shared by spans of several lengths has one head for every span's output.
+        """
+        scale, up, bias, unit, first = (p[-n:, None] for p in (self.scale, self.up, self.bias, self.unit, self.first))
+        features = self.trunk(x).flatten(0, 1).expand(n, -1, -1)                        # (n, B*T, F)
+        y = torch.addcmul(bias * unit, scale, x.flatten(0, 1))                          # (n, B*T, C)
+        y = torch.baddbmm(y, features, up[:, 0] * unit).unflatten(1, x.shape[:2])
         y[:, :, 0] += first
         return y
 
     def forward(self, x):
         """x (B, T, C) -> the state behind the span, (B, T, C)."""
-        return self.predict(x, [-1])[0]
-
-    def states(self, x, n):
-        """x (B, T, C) -> the n states behind each block of a span of n, each (B, T, C); the last is forward(x)."""
-        return list(self.predict(x, self.head_indices(n)))
-
-    @staticmethod
-    def head_indices(n):
-        """Indices of the heads for a span of n blocks, in order; the last always predicts the span's output, also where an
-        oracle is shared by spans of different lengths."""
-        return [*range(n - 1), -1]
+        return self.states(x, 1)[0]
 
 
 class Nothing(nn.Module):
@@ -99,7 +94,7 @@ class Nothing(nn.Module):
         return x
 
     def states(self, x, n):
-        return [x] * n
+        return x.expand(n, *x.shape)
 
 
 class PathOracle(nn.Module):
@@ -118,11 +113,11 @@ class PathOracle(nn.Module):
         """ids (B, T) -> logits (B, T, vocab_size)"""
         return self.gpt2.unembed(self.hidden(ids))
 
-    def hidden(self, ids, cache=None, replay=0):
-        """ids (B, T) -> the state after the last block, (B, T, C)."""
+    def hidden(self, ids, cache=None, replay=0, stop=None):
+        """ids (B, T) -> the state before block `stop` (None: after the last), (B, T, C)."""
         x = self.gpt2.embed(ids)                                    # embeddings
         x = self.gpt2.run(x, 0, self.spans[0].start, cache)         # early blocks
-        return self.jump(x, cache, replay)                          # oracle, late blocks; further spans likewise
+        return self.jump(x, cache, replay, stop=stop)               # oracle, late blocks; further spans likewise
 
     def jump(self, x, cache=None, replay=0, trace=None, stop=None):
         """The state before the first skipped block -> the state before block `stop` (None: after the last), (B, T, C).
@@ -164,9 +159,10 @@ class PathOracle(nn.Module):
         """
         if not ids.numel():
             raise ValueError("an empty prompt leads to nothing: give at least one token")
-        cache = self.gpt2.new_cache()
-        x = self.hidden(ids, cache, replay)
-        return self.gpt2.unembed(x[:, -1]), cache
+        cache, last = self.gpt2.new_cache(), self.gpt2.config.n_layer - 1
+        if last in self.spans[-1]:
+            return self.gpt2.unembed(self.hidden(ids, cache, replay)[:, -1]), cache
+        return self.gpt2.last_logits(self.hidden(ids, cache, replay, stop=last), cache), cache
 
 
 def plain_skip(gpt2, spans):

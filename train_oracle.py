@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.cli import PATH_COLUMNS, Parser, command, device, positive, show
+from data.cli import PATH_COLUMNS, Parser, command, device, positive, positive_float, show
 from data.corpus import load_tokens, sample_windows
 from data.files import optimizer_tensors, restore_optimizers
 from eval_ppl import path_rows
@@ -63,8 +63,8 @@ def path_loss(path, ids, settings):
     loss = 0
     for span, (_, states) in zip(path.spans, trace):
         loss = loss + state_loss(states[-1], true[span.stop], cos_weight)
-        for state, t in zip(states[:-1], true[span.start + 1:]):
-            loss = loss + KV_WEIGHT / (len(span) - 1) * state_loss(state, t, 0)
+        if len(span) > 1:
+            loss = loss + KV_WEIGHT * state_loss(states[:-1], torch.stack(true[span.start + 1:span.stop]), 0)
     if kl_weight:
         with torch.no_grad():
             teacher = gpt2.unembed(true[-1][:, ::KL_EVERY]).log_softmax(dim=-1)
@@ -79,8 +79,8 @@ def set_first(path, n, ids):
     """Sets `first` of oracle n, what it adds at position 0, to the mean of what it lacks there on ids (B, T)."""
     true, trace, _ = walk(path, ids, path.spans[-1].stop)
     span, oracle = path.spans[n], path.oracles[n]
-    for head, state, t in zip(oracle.head_indices(len(span)), trace[n][1], true[span.start + 1:]):
-        oracle.first[head] += (t - state)[:, 0].mean(dim=0)
+    for first, state, t in zip(oracle.first[-len(span):], trace[n][1], true[span.start + 1:]):
+        first += (t - state)[:, 0].mean(dim=0)
 
 
 @torch.no_grad()
@@ -88,10 +88,10 @@ def initialise(path, n, ids):
     """Where training of oracle n begins: at the mean change of each dimension on ids (B, T), in units of its deviation."""
     true, trace, _ = walk(path, ids, path.spans[-1].stop)
     span, oracle = path.spans[n], path.oracles[n]
-    for head, t in zip(oracle.head_indices(len(span)), true[span.start + 1:]):
+    for unit, bias, t in zip(oracle.unit[-len(span):], oracle.bias[-len(span):], true[span.start + 1:]):
         change = (t - trace[n][0])[:, 1:].flatten(0, 1)
-        oracle.unit[head] = change.std(dim=0).clamp_min(1e-6)
-        oracle.bias[head] = change.mean(dim=0) / oracle.unit[head]
+        unit.copy_(change.std(dim=0).clamp_min(1e-6))
+        bias.copy_(change.mean(dim=0) / unit)
     set_first(path, n, ids)
 
 
@@ -165,7 +165,7 @@ def main():
     parser.add_argument("--steps", type=positive, help=f"optimizer steps (default: {DEFAULTS['steps']})")
     parser.add_argument("--batch-size", type=positive, help=f"windows in a step (default: {DEFAULTS['batch_size']})")
     parser.add_argument("--context", type=positive, help="tokens in a window (default: the model's, at most 256)")
-    parser.add_argument("--lr", type=float, help=f"peak learning rate (default: {DEFAULTS['lr']})")
+    parser.add_argument("--lr", type=positive_float, help=f"peak learning rate (default: {DEFAULTS['lr']})")
     parser.add_argument("--seed", type=int, help="of weights and batches (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("oracle.safetensors"), help="the file written (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with --out, or with the unfinished run beside it; its "

@@ -26,10 +26,20 @@ def positive(text):
     return int(text)
 
 
+def positive_float(text):
+    """For argparse: a number above 0."""
+    try:
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
 def device(text):
     """For argparse: a device that PyTorch can compute on here."""
     try:
-        torch.empty(0, device=text)
+        torch.zeros(1, device=text).item()
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {str(error).splitlines()[0]}") from None
     return text
@@ -39,7 +49,11 @@ def command(main):
     """Runs main; trouble with what the user gave becomes one line on stderr and exit status 2."""
     try:
         main()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError):
+            if "memory" not in str(error):
+                raise
+            error = "there is not enough memory for this: take a smaller --batch-size or --context"
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

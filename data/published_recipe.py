@@ -40,7 +40,7 @@ class PublishedOracle(nn.Module):
         return self.up(self.encoder(self.down(x), mask=mask, is_causal=self.causal))
 
     def states(self, x, n):
-        return [x] * (n - 1) + [self(x)]        # it knows nothing of the states between
+        return torch.stack([x] * (n - 1) + [self(x)])       # it knows nothing of the states between
 
 
 def main():

@@ -182,6 +182,11 @@ def test_a_run_that_diverges_says_so_and_leaves_the_existing_oracle(run, trainin
     assert out.read_bytes() == b"what was here before"
 
 
+def test_a_batch_beyond_all_memory_is_one_line(run, training):
+    status, _, err = run(train_oracle, *training, "--batch-size", 10 ** 13)
+    assert status == 2 and err.startswith("error: ") and err.count("\n") == 1 and "--batch-size" in err
+
+
 def test_more_steps_fine_tune_a_finished_oracle(run, trained, tmp_path):
     out = tmp_path / "oracle.safetensors"
     out.write_bytes(trained[0].read_bytes())
@@ -213,6 +218,11 @@ def test_json_has_the_figures_of_both_tables(place, trained):
             assert f"\n{name} " in done.stdout                  # each row was printed, too
     assert rows["oracle.safetensors"]["blocks_run"] == continuation["oracle prefill"]["blocks_run"] == 4
     assert rows["oracle.safetensors"]["compute"] < 1 and continuation["no prompt"]["compute"] == 0
+
+
+def test_json_into_nowhere_is_refused_before_the_evaluation(run, trained, monkeypatch):
+    monkeypatch.setattr(eval_ppl, "evaluate", pytest.fail)
+    assert run(eval_ppl, trained[0], "--json", "nowhere/figures.json")[0] == 2
 
 
 def test_two_oracles_are_judged_side_by_side(run, training, trained, tmp_path):
@@ -247,6 +257,7 @@ TRAINING_TROUBLE = [
     (["--context", "33"], "8 to 32"), (["--context", "2"], "8 to 32"), (["--steps", "0"], "--steps"),
     (["--steps", "many"], "many"), (["--batch-size", "-1"], "--batch-size"), (["--seed", "x"], "--seed"),
     (["--oracle", "magic"], "magic"), (["--oracle", "linear", "--shared", "--skip", "1-2,4-4"], "--shared"),
+    (["--lr", "-1"], "-1"), (["--lr", "nan"], "nan"), (["--device", "meta"], "meta"),
     (["--device", "abacus"], "abacus"), (["--no-such-option"], "--no-such-option"),
     (["--out", "nowhere/oracle.safetensors"], "nowhere"), (["--out", "."], "directory"),
     (["--resume"], "oracle.safetensors"), (["--resume", "--out", "nowhere"], "nowhere"),

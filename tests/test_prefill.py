@@ -5,7 +5,7 @@ import torch
 from tiny import CONFIG, Exact, mixed_logits, random_ids, randomize, tiny_gpt2
 from torch.testing import assert_close
 
-from eval_ppl import decode
+from data.greedy import decode
 from oracle import KINDS, Nothing, PathOracle, new_path, parse_skip
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)

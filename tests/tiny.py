@@ -54,7 +54,7 @@ class Exact(nn.Module):
         states = []
         for i in self.span:
             states.append(x := self.gpt2.blocks[i](x))
-        return states
+        return torch.stack(states)
 
 
 def mixed_logits(path, ids, jumped, seen=True):
@@ -67,7 +67,7 @@ def mixed_logits(path, ids, jumped, seen=True):
     for i, block in enumerate(path.gpt2.blocks):
         for span, oracle in zip(path.spans, path.oracles):
             if i == span.start:
-                states = oracle.states(x[:, :jumped], len(span))
+                states = list(oracle.states(x[:, :jumped], len(span)))
         if any(i in span for span in path.spans):
             x = torch.cat([states.pop(0), block(x)[:, jumped:] if seen else block(x[:, jumped:])], dim=1)
         else:

@@ -1,0 +1,111 @@
+"""The README's ladder and frontier, trained, measured and drawn again:  pip install matplotlib && python -m data.frontier
+
+Each oracle is the outcome of one train_oracle.py command, which is printed. Those that are already in --out are not trained
+again, so a run that was cut goes on. It writes the figures (frontier.json) and the picture (frontier.svg) into --out.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from data.cli import command, show
+from data.corpus import load_tokens
+from data.cost import flops
+from data.files import replace_file
+from eval_ppl import evaluate
+from load_weights import load_gpt2
+from oracle import load_path, plain_skip, read_settings
+
+LADDER = {"one least-squares matrix": "--oracle linear", "mlp": "--oracle mlp --dim 236", "transformer": "",
+          "transformer, seed 1": "--seed 1", "transformer, seed 2": "--seed 2"}
+SIZES = {"dim 16": "--dim 16", "dim 32": "--dim 32", "dim 128": "--dim 128"}
+SKIPS = {f"skip {skip}": f"--skip {skip}" for skip in ("5-6", "4-7", "3-8", "1-10", "1-4,7-10")}
+COLUMNS = [("name", "oracle", "{}"), ("skip", "skip", "{}"), ("compute", "compute", "{:.1%}"),
+           ("nothing_256", "nothing, 256", "{:.2f}"), ("ratio_256", "ratio, 256", "{:.3f}"), ("cosine_256", "cosine", "{:.4f}"),
+           ("ratio_64", "ratio, 64", "{:.3f}"), ("cosine_64", "cosine", "{:.4f}")]
+
+
+def train(model, file, flags):
+    """Runs train_oracle.py unless the file is there, finished; goes on with one that was cut."""
+    arguments = ["train_oracle.py", *flags, "--model", model, "--out", str(file)]
+    if file.exists():
+        settings = read_settings(file)
+        if settings["step"] == settings["steps"]:
+            return
+        arguments = ["train_oracle.py", "--resume", "--out", str(file)]
+    print("python", shlex.join(arguments), flush=True)
+    subprocess.run([sys.executable, *arguments], check=True)
+
+
+@torch.no_grad()
+def measure(model, files):
+    """{name: oracle file} -> a row of figures for each, on windows of 256 and of 64 held-out tokens."""
+    gpt2, tokenizer = load_gpt2(model)
+    paths = {name: load_path(file, gpt2) for name, file in files.items()}
+    skips = {read_settings(file)["skip"]: path for path, file in zip(paths.values(), files.values())}
+    nothing = {skip: plain_skip(gpt2, path.spans) for skip, path in skips.items()}
+    ids = load_tokens("docs", tokenizer, 256)[1]
+    rows = [{"name": name, "skip": read_settings(file)["skip"]} for name, file in files.items()]
+    whole = flops(lambda ids: gpt2.run(gpt2.embed(ids), 0, gpt2.config.n_layer), ids[None, :256])
+    for row, path in zip(rows, paths.values()):
+        row["compute"] = flops(path.hidden, ids[None, :256]) / whole
+    for context in (256, 64):
+        original, *figures = evaluate(gpt2, [*paths.values(), *nothing.values()], ids, context)
+        plain = dict(zip(nothing, figures[len(paths):]))
+        for row, figure in zip(rows, figures):
+            row[f"ratio_{context}"] = figure["ppl"] / original["ppl"]
+            row[f"cosine_{context}"] = figure["cosine"]
+            row[f"nothing_{context}"] = plain[row["skip"]]["ppl"] / original["ppl"]
+    return rows
+
+
+def draw(rows, file):
+    """PPL ratio against compute: one line for the sizes of the oracle, one for what is skipped."""
+    import matplotlib
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "pathoracle"          # the same figures give the same file
+    from matplotlib import pyplot as plt
+    by_name = {row["name"]: row for row in rows}
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    middle = by_name["transformer"]
+    spans = sorted([middle, *(by_name[name] for name in SKIPS if "," not in name)], key=lambda row: row["compute"])
+    sizes = sorted([middle, *(by_name[name] for name in SIZES)], key=lambda row: row["compute"])
+    for points, label, style in ((spans, "skip pattern, oracle of dim 64", "o-"), (sizes, "oracle size, skip 2-9", "s--")):
+        axes.plot([100 * row["compute"] for row in points], [row["ratio_256"] for row in points], style, label=label)
+    for row in rows:
+        if row["name"] in SKIPS or row["name"] in SIZES or row is middle:
+            if "," in row["name"]:
+                axes.plot([100 * row["compute"]], [row["ratio_256"]], "d", label="two spans")
+            axes.annotate(row["name"].replace("transformer", "skip 2-9, dim 64"), (100 * row["compute"], row["ratio_256"]),
+                          textcoords="offset points", xytext=(6, 5), fontsize=8)
+    axes.set(xlabel="block compute of the path, % of the original's", ylabel="held-out PPL ratio, windows of 256",
+             title="Embedded model: what a jump costs")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="data/mini", help="directory of the GPT-2, of 12 blocks (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("frontier"), help="directory (%(default)s)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for name, flags in {**LADDER, **SIZES, **SKIPS}.items():
+        files[name] = args.out / f"{name.replace(', ', '-').replace(' ', '-')}.safetensors"
+        train(args.model, files[name], flags.split())
+    rows = measure(args.model, files)
+    show(rows, COLUMNS)
+    replace_file(args.out / "frontier.json", json.dumps(rows, indent=1).encode())
+    draw(rows, args.out / "frontier.svg")
+
+
+if __name__ == "__main__":
+    command(main)
