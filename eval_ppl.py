@@ -22,7 +22,7 @@ from model import LayerCache
 from oracle import load_path, plain_skip, read_settings, true_states
 
 SHIPPED = Path(__file__).parent / "data" / "mini" / "oracle.safetensors"
-REPLAY = 16                 # prompt tokens that the full model reads
+REPLAY = 32                 # prompt tokens that the full model reads
 
 
 # ---- losses ----

@@ -25,10 +25,11 @@ WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
 KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
 KL_EVERY = 4                # the distributions are compared at every fourth position, which is much cheaper
+KL_FROM = 0.7               # share of the steps before they are: the states come first, the KL term is for fine-tuning
 SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
 DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 2,
-            "shared": False, "cos_weight": 0.5, "kl_weight": 1.0, "steps": 1500, "batch_size": 2, "context": None,
-            "lr": 3e-3, "seed": 0, "step": 0}
+            "shared": False, "cos_weight": 0.5, "kl_weight": 0.3, "steps": 5000, "batch_size": 1, "context": None,
+            "lr": 1.5e-2, "seed": 0, "step": 0}
 
 
 def walk(path, ids, stop):
@@ -55,10 +56,10 @@ def state_loss(predicted, true, cos_weight):
     return error
 
 
-def path_loss(path, ids, settings):
+def path_loss(path, ids, cos_weight, kl_weight):
     """The loss of a path's oracles on ids (B, T): of the states behind each span, of those that the KV cache needs, and
     kl_weight * KL(GPT-2's next-token distribution, the path's), through the frozen late blocks (Hinton et al. 2015)."""
-    gpt2, cos_weight, kl_weight = path.gpt2, settings["cos_weight"], settings["kl_weight"]
+    gpt2 = path.gpt2
     true, trace, x = walk(path, ids, gpt2.config.n_layer if kl_weight else path.spans[-1].stop)
     loss = 0
     for span, (_, states) in zip(path.spans, trace):
@@ -126,7 +127,8 @@ def train(path, batch, settings, optimizers, save):
         share = min(1, (step + 1) / WARM_UP, (steps - step) / steps)        # warm-up, then linearly to zero
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = settings["lr"] * share
-        loss = path_loss(path, batch(step), settings)
+        kl_weight = settings["kl_weight"] if step >= KL_FROM * steps else 0
+        loss = path_loss(path, batch(step), settings["cos_weight"], kl_weight)
         if not loss.isfinite():
             raise ValueError(f"the loss is {loss.item()} in step {step + 1}: take a smaller --lr")
         loss.backward()
@@ -161,7 +163,8 @@ def main():
     parser.add_argument("--shared", action="store_true", help="one oracle for all spans instead of one for each")
     parser.add_argument("--cos-weight", type=float, help="weight of 1 - cosine in the loss (default: 0.5)")
     parser.add_argument("--kl-weight", type=float, help="weight of the KL divergence from GPT-2's own next-token "
-                        "distribution; 0 is faster, for the late blocks need not run (default: 1)")
+                        "distribution, in the last 30% of the steps; 0 is faster, for the late blocks "
+                        f"need not run (default: {DEFAULTS['kl_weight']})")
     parser.add_argument("--steps", type=positive, help=f"optimizer steps (default: {DEFAULTS['steps']})")
     parser.add_argument("--batch-size", type=positive, help=f"windows in a step (default: {DEFAULTS['batch_size']})")
     parser.add_argument("--context", type=positive, help="tokens in a window (default: the model's, at most 256)")

@@ -25,16 +25,19 @@ def flops(function, *args):
 
 @torch.no_grad()
 def milliseconds(functions, ids, runs=15):
-    """Median time of each function(ids) -> list. Runs are interleaved, so that a slow moment of the machine hits all."""
+    """Median time of each function(ids) -> list. Runs are interleaved, so that a slow moment of the machine hits all; each
+    is timed behind an untimed run of the same function, so that none finds the processor's caches full of another's data."""
+    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
     times = [[] for _ in functions]
-    for _ in range(runs + 1):
+    for _ in range(runs):
         for function, its in zip(functions, times):
+            function(ids)
+            wait()
             start = time.perf_counter()
             function(ids)
-            if ids.is_cuda:
-                torch.cuda.synchronize()
+            wait()
             its.append(1000 * (time.perf_counter() - start))
-    return [statistics.median(its[1:]) for its in times]          # the first one warms up
+    return [statistics.median(its) for its in times]
 
 
 def main():
@@ -44,7 +47,7 @@ def main():
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=15, help="interleaved runs behind each median (%(default)s)")
-    parser.add_argument("--replay", type=int, default=16, help="prompt tokens for the full model (%(default)s)")
+    parser.add_argument("--replay", type=int, default=32, help="prompt tokens for the full model (%(default)s)")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores\n")
 
@@ -68,16 +71,17 @@ def main():
         print()
 
         # training: a step against the frozen model's forward pass alone, same batch
-        batch = torch.randint(config.vocab_size, (8 if T == 256 else 2, 256))
+        batch = torch.randint(config.vocab_size, (DEFAULTS["batch_size"] if T == 256 else 2, 256))
 
         @torch.enable_grad()
-        def step(ids, **changed):
-            path_loss(path, ids, {**DEFAULTS, **changed}).backward()
+        def step(ids, kl_weight):
+            path_loss(path, ids, DEFAULTS["cos_weight"], kl_weight).backward()
 
         def forward(ids):
             gpt2.run(gpt2.embed(ids), 0, path.spans[-1].stop)
         ways = {"forward pass of GPT-2 alone, up to block 10": forward,
-                "a training step, --kl-weight 0": lambda ids: step(ids, kl_weight=0), "a training step": step}
+                "a training step": lambda ids: step(ids, 0),
+                "a training step with the KL term": lambda ids: step(ids, DEFAULTS["kl_weight"])}
         times = milliseconds(ways.values(), batch, max(3, args.runs // 3))
         print(f"training, {name}'s shape, batch of {batch.shape[0]} x {batch.shape[1]}")
         for way, ms in zip(ways, times):

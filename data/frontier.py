@@ -22,9 +22,12 @@ from load_weights import load_gpt2
 from oracle import load_path, plain_skip, read_settings
 
 LADDER = {"one least-squares matrix": "--oracle linear", "mlp": "--oracle mlp --dim 236", "transformer": "",
-          "transformer, seed 1": "--seed 1", "transformer, seed 2": "--seed 2"}
-SIZES = {"dim 16": "--dim 16", "dim 32": "--dim 32", "dim 128": "--dim 128"}
-SKIPS = {f"skip {skip}": f"--skip {skip}" for skip in ("5-6", "4-7", "3-8", "1-10", "1-4,7-10")}
+          "transformer, seed 1": "--seed 1", "transformer, seed 2": "--seed 2",
+          "transformer, long run": "--steps 24000 --kl-weight 1"}
+SHORT = " --steps 1500"     # the frontier compares oracles of one short run each
+SIZES = {"dim 32": "--dim 32" + SHORT, "dim 64": "--dim 64" + SHORT, "dim 128": "--dim 128" + SHORT}
+SKIPS = {f"skip {skip}": f"--skip {skip}" + SHORT for skip in ("5-6", "3-8", "1-10", "1-4,7-10")}
+CONTEXTS = (256, 64)         # tokens in a window; the oracles are trained on windows of the model's context
 COLUMNS = [("name", "oracle", "{}"), ("skip", "skip", "{}"), ("compute", "compute", "{:.1%}"),
            ("nothing_256", "nothing, 256", "{:.2f}"), ("ratio_256", "ratio, 256", "{:.3f}"), ("cosine_256", "cosine", "{:.4f}"),
            ("ratio_64", "ratio, 64", "{:.3f}"), ("cosine_64", "cosine", "{:.4f}")]
@@ -49,12 +52,12 @@ def measure(model, files):
     paths = {name: load_path(file, gpt2) for name, file in files.items()}
     skips = {read_settings(file)["skip"]: path for path, file in zip(paths.values(), files.values())}
     nothing = {skip: plain_skip(gpt2, path.spans) for skip, path in skips.items()}
-    ids = load_tokens("docs", tokenizer, 256)[1]
+    ids = load_tokens(read_settings(next(iter(files.values())))["text"], tokenizer, CONTEXTS[0])[1]
     rows = [{"name": name, "skip": read_settings(file)["skip"]} for name, file in files.items()]
-    whole = flops(lambda ids: gpt2.run(gpt2.embed(ids), 0, gpt2.config.n_layer), ids[None, :256])
+    whole = flops(lambda ids: gpt2.run(gpt2.embed(ids), 0, gpt2.config.n_layer), ids[None, :CONTEXTS[0]])
     for row, path in zip(rows, paths.values()):
-        row["compute"] = flops(path.hidden, ids[None, :256]) / whole
-    for context in (256, 64):
+        row["compute"] = flops(path.hidden, ids[None, :CONTEXTS[0]]) / whole
+    for context in CONTEXTS:
         original, *figures = evaluate(gpt2, [*paths.values(), *nothing.values()], ids, context)
         plain = dict(zip(nothing, figures[len(paths):]))
         for row, figure in zip(rows, figures):
@@ -72,16 +75,16 @@ def draw(rows, file):
     from matplotlib import pyplot as plt
     by_name = {row["name"]: row for row in rows}
     figure, axes = plt.subplots(figsize=(7, 4.2))
-    middle = by_name["transformer"]
+    middle = by_name["dim 64"]
     spans = sorted([middle, *(by_name[name] for name in SKIPS if "," not in name)], key=lambda row: row["compute"])
-    sizes = sorted([middle, *(by_name[name] for name in SIZES)], key=lambda row: row["compute"])
+    sizes = sorted([by_name[name] for name in SIZES], key=lambda row: row["compute"])
     for points, label, style in ((spans, "skip pattern, oracle of dim 64", "o-"), (sizes, "oracle size, skip 2-9", "s--")):
         axes.plot([100 * row["compute"] for row in points], [row["ratio_256"] for row in points], style, label=label)
     for row in rows:
-        if row["name"] in SKIPS or row["name"] in SIZES or row is middle:
+        if row["name"] in SKIPS or row["name"] in SIZES:
             if "," in row["name"]:
                 axes.plot([100 * row["compute"]], [row["ratio_256"]], "d", label="two spans")
-            axes.annotate(row["name"].replace("transformer", "skip 2-9, dim 64"), (100 * row["compute"], row["ratio_256"]),
+            axes.annotate(row["name"].replace("dim 64", "skip 2-9, dim 64"), (100 * row["compute"], row["ratio_256"]),
                           textcoords="offset points", xytext=(6, 5), fontsize=8)
     axes.set(xlabel="block compute of the path, % of the original's", ylabel="held-out PPL ratio, windows of 256",
              title="Embedded model: what a jump costs")

@@ -74,7 +74,7 @@ def write_hugging_face(model, directory):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3400, help="optimizer steps (%(default)s)")
+    parser.add_argument("--steps", type=int, default=1800, help="optimizer steps (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="windows a step (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("my-mini"), help="directory (%(default)s)")

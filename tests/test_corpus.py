@@ -103,6 +103,14 @@ def test_heldout_documents_that_training_text_gives_away_are_dropped(names, tmp_
     assert sorted(split(tmp_path, files)[1]) == sorted([*documents[:2], documents[4]])
 
 
+def test_a_heldout_string_without_words_is_dropped(names, tmp_path):
+    heldout = [made_up(40, "a"), ("x" * 22 + " ") * 9, ("y" * 26 + " ") * 9, "\uffff" * 4000]   # more than 1 space in 25 stays
+    files = {name: literal(document) for name, document in zip(names[1], heldout)}
+    files[names[0][0]] = literal("\ufffe" * 4000)                       # the training side keeps its own
+    train, rest = split(tmp_path, files)
+    assert sorted(rest) == sorted(heldout[:2]) and train == ["\ufffe" * 4000]
+
+
 def test_the_training_side_holds_nothing_that_is_held_out(names, tmp_path):
     both = made_up(40, "both")
     files = {name: literal(made_up(40, name)) + literal(both) for name in names[0][:5] + names[1][:5]}
