@@ -19,10 +19,9 @@ from data.files import replace_file
 from data.greedy import show_continuations
 from load_weights import load_gpt2
 from model import LayerCache
-from oracle import load_path, plain_skip, read_settings, true_states
+from oracle import REPLAY, load_path, plain_skip, read_settings, true_states
 
 SHIPPED = Path(__file__).parent / "data" / "mini" / "oracle.safetensors"
-REPLAY = 32                 # prompt tokens that the full model reads
 
 
 # ---- losses ----
@@ -67,13 +66,13 @@ def evaluate(gpt2, paths, ids, context):
 def prefills(path, replay):
     """{name: function of prompt ids -> (logits, KV cache)}: the ways to read a prompt that are compared."""
     def no_cache(ids):
-        logits, cache = path.prefill(ids)
+        logits, cache = path.prefill(ids, 0)
         return logits, [LayerCache(path.gpt2.config.n_positions) if any(i in span for span in path.spans) else c
                         for i, c in enumerate(cache)]
 
     return {"original": lambda ids: path.prefill(ids, replay=ids.shape[1]),
             "oracle prefill": lambda ids: path.prefill(ids, replay),
-            "oracle prefill, no replay": path.prefill,
+            "oracle prefill, no replay": lambda ids: path.prefill(ids, 0),
             "prefill with nothing": lambda ids: plain_skip(path.gpt2, path.spans).prefill(ids, replay),
             "no cache in the skipped blocks": no_cache}
 
@@ -152,8 +151,8 @@ def main():
     parser.add_argument("--model", help="directory or name of the GPT-2 (default: what the first oracle was trained on)")
     parser.add_argument("--text", help="docs, wikitext-2 or a text file (default: what the first oracle was trained on)")
     parser.add_argument("--context", type=positive, help="tokens in a window (default: as in training of the first oracle)")
-    parser.add_argument("--replay", type=int, default=REPLAY, help="last tokens of a prompt that the full model reads "
-                        "(default: %(default)s)")
+    parser.add_argument("--replay", type=int, help="how many of a prompt's last tokens the full model reads (default: a sixth "
+                        "of the prompt)")
     parser.add_argument("--prompt", help="show the greedy continuation of this text by each path instead of the tables")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--device", type=device, default="cpu", help="where to compute, such as cuda (default: %(default)s)")
@@ -164,8 +163,10 @@ def main():
     model, text = args.model or settings[0]["model"], args.text or settings[0]["text"]
     context = args.context or settings[0]["context"]
     gpt2, tokenizer = load_gpt2(model, args.device)
-    if context > gpt2.config.n_positions or context < 8 or args.replay < 0:
+    if context > gpt2.config.n_positions or context < 8 or (args.replay or 0) < 0:
         raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model, --replay 0 or more")
+    if args.json and args.prompt is not None:
+        raise ValueError("--prompt shows text, --json writes the figures of the tables: give one of them")
     if args.json and not args.json.parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no directory {args.json.parent}")
     one_name_twice = len({file.name for file in files}) < len(files)
@@ -183,7 +184,7 @@ def main():
     continuation = []
     for name, path in named_paths:
         print(f"{name}: {context * 3 // 4} tokens of prompt, the next {context - context * 3 // 4} scored, "
-              f"replay {args.replay}\n", flush=True)
+              f"replay {context * 3 // 4 // REPLAY if args.replay is None else args.replay}\n", flush=True)
         its = continuation_rows(path, ids, context, args.replay)
         show(its, CONTINUATION_COLUMNS)
         continuation += its if len(named_paths) == 1 else [{**row, "oracle": name} for row in its]

@@ -18,6 +18,7 @@ from model import Block
 
 KINDS = ("transformer", "mlp", "linear")
 HEADS = 4                   # attention heads of the transformer oracle
+REPLAY = 6                  # the full model reads the last sixth of a prompt, where it is not told otherwise
 
 
 def parse_skip(pattern, n_layer):
@@ -144,7 +145,7 @@ class PathOracle(nn.Module):
         parts = []
         if jumped:
             *between, y = oracle.states(x[:, :jumped], len(span))
-            for i, x_i in zip(span, [x[:, :jumped], *between]):     # the first of the inputs is exact
+            for i, x_i in zip(span, [x[:, :jumped], *between]):     # the first is what enters the span
                 self.gpt2.blocks[i].fill(x_i, cache[i])
             parts.append(y)
         if jumped < x.shape[1]:
@@ -152,13 +153,15 @@ class PathOracle(nn.Module):
         return torch.cat(parts, dim=1)
 
     @torch.no_grad()
-    def prefill(self, ids, replay=0):
+    def prefill(self, ids, replay=None):
         """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache of all blocks.
 
-        Decoding goes on with gpt2(next_ids, cache). Raises ValueError for a prompt that is empty or beyond the context.
+        The last `replay` tokens (None: a sixth) go through the skipped blocks themselves. Decoding goes on with
+        gpt2(next_ids, cache). Raises ValueError for a prompt that is empty or beyond the context.
         """
         if not ids.numel():
             raise ValueError("an empty prompt leads to nothing: give at least one token")
+        replay = ids.shape[1] // REPLAY if replay is None else replay
         cache, last = self.gpt2.new_cache(), self.gpt2.config.n_layer - 1
         if last in self.spans[-1]:
             return self.gpt2.unembed(self.hidden(ids, cache, replay)[:, -1]), cache
@@ -201,7 +204,7 @@ def read_settings(file):
     read_tensors(file)
     try:
         settings = json.loads(read_metadata(file)["pathoracle"])
-        for name in ("skip", "oracle", "dim", "blocks", "shared", "model", "fingerprint"):
+        for name in ("skip", "oracle", "dim", "blocks", "shared", "model", "text", "context", "step", "steps", "fingerprint"):
             settings[name]
         return settings
     except (KeyError, TypeError, ValueError):

@@ -1,7 +1,7 @@
 """Trains an oracle to stand in for the blocks of GPT-2 that are to be skipped:  python train_oracle.py --skip 2-9
 
-GPT-2 is frozen. Each batch of text runs through it once, which gives the hidden states that the oracle must predict;
-nothing is stored but the oracle. The run ends with the held-out figures that eval_ppl.py gives too.
+GPT-2 is frozen. Each batch of random windows of text runs through it, which gives the hidden states that the oracle must
+predict; nothing is stored but the oracle. The run ends with the held-out figures that eval_ppl.py gives too.
 """
 
 import argparse
@@ -25,7 +25,7 @@ WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
 KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
 KL_EVERY = 4                # the distributions are compared at every fourth position, which is much cheaper
-KL_FROM = 0.7               # share of the steps before they are: the states come first, the KL term is for fine-tuning
+KL_FROM = 0.7               # share of the steps before the KL term joins: first the states, then what they are for
 SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
 DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 2,
             "shared": False, "cos_weight": 0.5, "kl_weight": 0.3, "steps": 5000, "batch_size": 1, "context": None,
@@ -48,7 +48,7 @@ def state_loss(predicted, true, cos_weight):
     """(B, T, C) twice -> squared error + cos_weight * (1 - cosine) of each token, averaged.
 
     The squared error is relative to the square of the token's true state: GPT-2's state at position 0 is a hundred times
-    the others (Oracle has more on it), and would dominate a plain mean. (set_first starts the prediction of it.)
+    the others (Oracle has more on it), and would dominate a plain mean. (set_first initialises its prediction.)
     """
     error = ((predicted - true).square().sum(dim=-1) / true.square().sum(dim=-1)).mean()
     if cos_weight:
@@ -117,6 +117,16 @@ def fit_linear(path, batch, steps):
         set_first(path, n, batch(0))
 
 
+def new_optimizers(oracles):
+    """Muon for the matrices of the trunks (Jordan et al. 2024), scaled so that the learning rate of AdamW serves both."""
+    matrices = [p for name, p in oracles.named_parameters() if "trunk" in name and p.ndim == 2]
+    others = [p for p in oracles.parameters() if not any(p is q for q in matrices)]
+    optimizers = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
 def train(path, batch, settings, optimizers, save):
     """Gradient steps settings["step"] to ["steps"]; saves now and then, and when it is interrupted. True if complete."""
     interrupted = []
@@ -163,8 +173,8 @@ def main():
     parser.add_argument("--shared", action="store_true", help="one oracle for all spans instead of one for each")
     parser.add_argument("--cos-weight", type=float, help="weight of 1 - cosine in the loss (default: 0.5)")
     parser.add_argument("--kl-weight", type=float, help="weight of the KL divergence from GPT-2's own next-token "
-                        "distribution, in the last 30% of the steps; 0 is faster, for the late blocks "
-                        f"need not run (default: {DEFAULTS['kl_weight']})")
+                        "distribution, in the last "
+                        f"{1 - KL_FROM:.0%}% of the steps (default: {DEFAULTS['kl_weight']})")
     parser.add_argument("--steps", type=positive, help=f"optimizer steps (default: {DEFAULTS['steps']})")
     parser.add_argument("--batch-size", type=positive, help=f"windows in a step (default: {DEFAULTS['batch_size']})")
     parser.add_argument("--context", type=positive, help="tokens in a window (default: the model's, at most 256)")
@@ -172,7 +182,7 @@ def main():
     parser.add_argument("--seed", type=int, help="of weights and batches (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("oracle.safetensors"), help="the file written (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with --out, or with the unfinished run beside it; its "
-                        "settings hold; --lr or more --steps fine-tune a finished one, with the optimizers reset")
+                        "settings hold; more --steps, and another --lr if given, fine-tune a finished one, optimizers reset")
     parser.add_argument("--device", type=device, default="cpu", help="where to compute, such as cuda (default: %(default)s)")
     given = vars(parser.parse_args())
     out, where, resume = given.pop("out"), given.pop("device"), given.pop("resume", False)
@@ -210,12 +220,7 @@ def main():
     predicting, caching = path.n_parameters()
     print(f"{settings['model']}: blocks {settings['skip']} replaced by {predicting:,} oracle parameters "
           f"({predicting / replaced:.1%} of theirs), and {caching:,} for the KV cache", flush=True)
-    # Muon for the matrices of the trunk (Jordan et al. 2024), scaled so that AdamW's learning rate serves both
-    matrices = [p for name, p in path.oracles.named_parameters() if "trunk" in name and p.ndim == 2]
-    others = [p for p in path.oracles.parameters() if not any(p is q for q in matrices)]
-    optimizers = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)]
-    if matrices:
-        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    optimizers = new_optimizers(path.oracles)
 
     def save():
         save_path(target, path, settings, optimizer_tensors(path.oracles, optimizers))

@@ -42,12 +42,11 @@ def milliseconds(functions, ids, runs=15):
 
 def main():
     from model import GPT2, GPT2Config
-    from oracle import new_path
-    from train_oracle import DEFAULTS, path_loss
+    from oracle import REPLAY, new_path
+    from train_oracle import DEFAULTS, new_optimizers, path_loss
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=15, help="interleaved runs behind each median (%(default)s)")
-    parser.add_argument("--replay", type=int, default=32, help="prompt tokens for the full model (%(default)s)")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores\n")
 
@@ -59,8 +58,8 @@ def main():
         ids = torch.randint(config.vocab_size, (1, T))
         ways = {"full prefill": lambda ids: path.prefill(ids, replay=T),
                 "path": lambda ids: gpt2.unembed(path.hidden(ids)[:, -1]),
-                f"oracle prefill, replay {args.replay}": lambda ids: path.prefill(ids, args.replay),
-                "oracle prefill, no replay": lambda ids: path.prefill(ids)}
+                f"oracle prefill, replay {T // REPLAY}": path.prefill,
+                "oracle prefill, no replay": lambda ids: path.prefill(ids, 0)}
         times = milliseconds(ways.values(), ids, args.runs)
         operations = [flops(way, ids) for way in ways.values()]
         print(f"time to first token, {name}'s shape, prompt of {T}\n"
@@ -73,13 +72,18 @@ def main():
         # training: a step against the frozen model's forward pass alone, same batch
         batch = torch.randint(config.vocab_size, (DEFAULTS["batch_size"] if T == 256 else 2, 256))
 
-        @torch.enable_grad()
+        optimizers = new_optimizers(path.oracles)
+
         def step(ids, kl_weight):
-            path_loss(path, ids, DEFAULTS["cos_weight"], kl_weight).backward()
+            with torch.enable_grad():
+                path_loss(path, ids, DEFAULTS["cos_weight"], kl_weight).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
         def forward(ids):
             gpt2.run(gpt2.embed(ids), 0, path.spans[-1].stop)
-        ways = {"forward pass of GPT-2 alone, up to block 10": forward,
+        ways = {"forward pass of GPT-2 alone, blocks 0 to 9": forward,
                 "a training step": lambda ids: step(ids, 0),
                 "a training step with the KL term": lambda ids: step(ids, DEFAULTS["kl_weight"])}
         times = milliseconds(ways.values(), batch, max(3, args.runs // 3))

@@ -95,8 +95,11 @@ def main():
     adam = torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0)
 
     first, before, checkpoint = 0, 0.0, args.out / "checkpoint.safetensors"
+    settings = {name: str(getattr(args, name)) for name in ("steps", "batch_size", "seed")}
     if checkpoint.exists():
         tensors, metadata = read_tensors(checkpoint), read_metadata(checkpoint)
+        if metadata != {**metadata, **settings}:
+            raise ValueError(f"{checkpoint} is of a run with other --steps, --batch-size or --seed: give another --out")
         first, before = int(metadata["step"]), float(metadata["seconds"])
         restore_optimizers(model, [muon, adam], tensors)
         model.load_state_dict({n: t for n, t in tensors.items() if not n.startswith("optimizer.")})
@@ -126,7 +129,7 @@ def main():
             if done % SAVE_EVERY == 0:
                 line += f"  held-out {heldout_loss(model, heldout[:128 * T]):.3f} (first 128 windows)"
                 save_tensors(checkpoint, {**model.state_dict(), **optimizer_tensors(model, [muon, adam])},
-                             {"step": str(done), "seconds": str(before + seconds)})
+                             {**settings, "step": str(done), "seconds": str(before + seconds)})
             print(line, flush=True)
 
     write_hugging_face(model, args.out)

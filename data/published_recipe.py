@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data.cli import Parser, command
+from data.cli import Parser, command, positive
 from data.corpus import load_tokens, sample_windows
 from eval_ppl import evaluate
 from load_weights import load_gpt2
@@ -45,17 +45,19 @@ class PublishedOracle(nn.Module):
 
 def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="data/mini")
-    parser.add_argument("--skip", default="2-9")
-    parser.add_argument("--text", default="docs")
-    parser.add_argument("--dim", type=int, default=64, help="256 for GPT-2 Small (%(default)s)")
+    parser.add_argument("--model", default="data/mini", help="as in train_oracle.py (%(default)s)")
+    parser.add_argument("--skip", default="2-9", help="one span of blocks (%(default)s)")
+    parser.add_argument("--text", default="docs", help="as in train_oracle.py (%(default)s)")
+    parser.add_argument("--dim", type=positive, default=64, help="256 for GPT-2 Small (%(default)s)")
     parser.add_argument("--causal", action="store_true", help="mask future tokens")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (%(default)s)")
     args = parser.parse_args()
 
     gpt2, tokenizer = load_gpt2(args.model)
     training_ids, heldout_ids = load_tokens(args.text, tokenizer, TOKENS)
-    (span,) = parse_skip(args.skip, gpt2.config.n_layer)
+    span, *more = parse_skip(args.skip, gpt2.config.n_layer)
+    if more:
+        raise ValueError(f"--skip {args.skip}: the published recipe skips one span")
     torch.manual_seed(args.seed)
     oracle = PublishedOracle(gpt2.config.n_embd, args.dim, args.causal)
     samples = sample_windows(training_ids, SAMPLES, TOKENS, args.seed, step=0)

@@ -128,6 +128,14 @@ def test_every_kind_of_oracle_can_be_trained_and_judged(run, training, options):
     assert status == 0 and "oracle prefill" in out
 
 
+@pytest.mark.parametrize("module", [train_oracle, eval_ppl])
+def test_help_names_the_defaults(run, module):
+    status, out, err = run(module, "--help")
+    assert (status, err) == (0, "") and "default" in out
+    if module is train_oracle:
+        assert all(str(module.DEFAULTS[name]) in out for name in ("skip", "steps", "batch_size", "lr", "kl_weight", "cos_weight"))
+
+
 # ---- runs that are cut ----
 
 @pytest.mark.parametrize("existing", [False, True], ids=["new file", "existing file"])
@@ -239,7 +247,7 @@ def test_prompt_shows_the_greedy_continuations(run, place, trained):
     ids = torch.tensor([tokenizer.encode_ordinary("the cat")])
     while ids.shape[1] < 32:                                    # as far as the context goes
         ids = torch.cat([ids, gpt2(ids)[:, -1:].argmax(dim=-1)], dim=1)
-    status, out, err = run(eval_ppl, trained[0], "--prompt", "the cat")
+    status, out, err = run(eval_ppl, trained[0], "--prompt", "the cat", "--replay", 0)
     assert (status, err) == (0, "")
     assert tokenizer.decode(ids[0].tolist()) in out.split("[original")[1].split("[skip")[0]
     assert "[oracle.safetensors throughout" in out and "[oracle.safetensors prefill" in out
@@ -274,7 +282,8 @@ EVALUATION_TROUBLE = [
     (["{oracle}", "--text", "{bad}/latin1.txt"], "UTF-8"), (["{oracle}", "--context", "33"], "32"),
     (["{oracle}", "--context", "0"], "--context"), (["{oracle}", "--replay", "-1"], "--replay"),
     (["{oracle}", "--prompt", ""], "--prompt"), (["{oracle}", "--prompt", "x" * 32], "--prompt"),
-    (["{oracle}", "--json", "nowhere/figures.json"], "nowhere"), (["{oracle}", "--no-such-option"], "--no-such-option"),
+    (["{oracle}", "--json", "nowhere/figures.json"], "nowhere"), (["{oracle}", "--json", "x", "--prompt", "x"], "--prompt"),
+    (["{oracle}", "--no-such-option"], "--no-such-option"),
     (["{oracle}", "--device", "abacus"], "abacus")]
 
 

@@ -17,7 +17,7 @@ from train_oracle import KL_EVERY, fit_linear, initialise, path_loss, set_first,
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 SKIPS = ["2-4", "3-3", "1-2,4-4", "0-5"]
 SETTINGS = {"model": "tiny", "skip": "2-4", "oracle": "transformer", "dim": 16, "blocks": 2, "shared": False,
-            "cos_weight": 0.5, "kl_weight": 0.0}
+            "cos_weight": 0.5, "kl_weight": 0.0, "text": "docs", "context": 16, "step": 0, "steps": 1}
 
 
 @pytest.fixture

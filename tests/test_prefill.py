@@ -62,6 +62,13 @@ def test_replay_of_the_whole_prompt_is_a_full_prefill(gpt2, ids, replay):
         assert_close((layer.k, layer.v), (other.k, other.v), **CLOSE)
 
 
+def test_a_sixth_of_the_prompt_is_replayed_by_default(gpt2, ids):
+    path = random_path(gpt2)
+    for prompt, replay in ((24, 4), (11, 1), (5, 0)):
+        assert torch.equal(path.prefill(ids[:, :prompt])[0], path.prefill(ids[:, :prompt], replay)[0])
+        assert not torch.equal(path.prefill(ids[:, :prompt])[0], path.prefill(ids[:, :prompt], replay + 1)[0])
+
+
 # ---- against the same thing without a cache, for oracles that err ----
 
 @pytest.mark.parametrize("replay", [0, 1, 5, PROMPT - 1])
@@ -76,7 +83,7 @@ def test_the_full_model_goes_on_from_predicted_states(gpt2, ids, kind, skip, sha
 
 def test_without_replay_the_first_logits_are_the_paths(gpt2, ids):
     path = random_path(gpt2, skip="1-2,4-4")
-    assert_close(path.prefill(ids)[0], path(ids)[:, -1], **CLOSE)
+    assert_close(path.prefill(ids, 0)[0], path(ids)[:, -1], **CLOSE)
 
 
 @pytest.mark.parametrize("replay", [0, 1, 2])
@@ -111,7 +118,7 @@ def test_every_block_has_keys_and_values_of_every_token(gpt2, ids, kind, replay)
 
 
 def test_cache_is_exact_up_to_the_input_of_the_first_skipped_block(gpt2, ids):
-    full, (_, cache) = gpt2.new_cache(), random_path(gpt2, skip="2-4").prefill(ids)
+    full, (_, cache) = gpt2.new_cache(), random_path(gpt2, skip="2-4").prefill(ids, 0)
     gpt2(ids, full)
     for layer, other in zip(cache[:3], full):
         assert_close((layer.k, layer.v), (other.k, other.v), **CLOSE)
@@ -139,7 +146,7 @@ def test_a_cached_call_leaves_no_trace_in_the_model(gpt2, ids):
     prefilled_logits(path, random_ids(2, LENGTH, seed=1), PROMPT, [10])
     assert torch.equal(gpt2(ids), before)
     assert torch.equal(path(ids), path_before)
-    assert_close(path.prefill(ids)[0], path_before[:, -1], **CLOSE)
+    assert_close(path.prefill(ids, 0)[0], path_before[:, -1], **CLOSE)
 
 
 # ---- the ends of the context ----
@@ -176,7 +183,7 @@ def test_greedy_decoding_over_the_cache_equals_recomputation(gpt2, prompt):
     gpt2.wpe.weight.mul_(10)                                           # so that it does not repeat one token for ever
     expected = greedy(gpt2, ids, n)
     assert len(set(expected)) >= 5
-    assert decode(gpt2, *exact_path(gpt2).prefill(ids), n) == expected
+    assert decode(gpt2, *exact_path(gpt2).prefill(ids, 0), n) == expected
     assert decode(gpt2, *random_path(gpt2).prefill(ids, replay=prompt), n) == expected
     path = random_path(gpt2)
-    assert decode(gpt2, *path.prefill(ids), n) == greedy(lambda ids: mixed_logits(path, ids, prompt), ids, n)
+    assert decode(gpt2, *path.prefill(ids, 0), n) == greedy(lambda ids: mixed_logits(path, ids, prompt), ids, n)

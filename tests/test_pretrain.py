@@ -46,6 +46,12 @@ def test_a_cut_run_goes_on_to_the_same_model(run, monkeypatch):
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_a_checkpoint_of_another_run_is_refused(run, tmp_path):
+    run("model", steps=4)
+    with pytest.raises(ValueError, match="another --out"):
+        run("model", steps=8)
+
+
 def test_it_writes_a_model_that_loads(run, tmp_path):
     tensors = run("model", steps=1)
     assert all(t.dtype == torch.float16 for t in tensors.values())

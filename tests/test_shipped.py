@@ -8,6 +8,7 @@ import torch
 from eval_ppl import SHIPPED, evaluate
 from load_weights import load_gpt2
 from oracle import load_path, plain_skip, read_settings
+from train_oracle import DEFAULTS
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,7 +18,9 @@ def test_the_oracle_that_ships_is_between_the_original_and_nothing():
     assert (gpt2.config.n_layer, gpt2.config.n_embd, gpt2.config.vocab_size) == (12, 192, 4096)
     assert tokenizer.eot_token == 4095
     path = load_path(SHIPPED, gpt2)
-    assert read_settings(SHIPPED)["skip"] == "2-9"
+    settings = read_settings(SHIPPED)
+    assert all(settings[name] == value for name, value in DEFAULTS.items() if value is not None and name != "step")
+    assert settings["step"] == settings["steps"]
     text = "\n\n".join(filter(None, [logging.__doc__, *(getattr(logging, name).__doc__ for name in dir(logging))]))
     ids = torch.tensor(tokenizer.encode_ordinary(text))
     original, skip, oracle = (row["ppl"] for row in evaluate(gpt2, [plain_skip(gpt2, path.spans), path], ids, 256))
