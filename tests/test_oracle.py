@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from oracle import (KINDS, Nothing, Oracle, PathOracle, load_path, new_path, parse_skip, read_settings, save_path,
                     true_states)
-from train_oracle import KL_EVERY, fit_linear, initialise, path_loss, set_first, state_loss
+from train_oracle import fit_linear, initialise, path_loss, set_first, state_loss
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 SKIPS = ["2-4", "3-3", "1-2,4-4", "0-5"]
