@@ -121,10 +121,9 @@ def path_rows(gpt2, named_paths, ids, context):
             for name, n, operation, figure, ms in zip(names, skipped, operations, figures, times)]
 
 
-def continuation_rows(path, ids, context, replay):
-    """Rows of the second table; a prompt of three quarters of the context, scored on the last quarter."""
-    prompt = context * 3 // 4
-    losses = continuations(path, ids, prompt, context - prompt, replay)
+def continuation_rows(path, ids, prompt, length, replay):
+    """Rows of the second table: windows of `prompt` tokens to read and `length` to score."""
+    losses = continuations(path, ids, prompt, length, replay)
     reads = prefills(path, replay)
     reads["path throughout"] = reads["no cache in the skipped blocks"] = \
         lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])                  # neither fills the skipped blocks' cache
@@ -181,11 +180,12 @@ def main():
     print(f"{model} on {len(ids):,} held-out tokens of {text}, windows of {context}\n", flush=True)
     rows = path_rows(gpt2, named_paths, ids, context)
     show(rows, PATH_COLUMNS)
+    prompt = context * 3 // 4
+    replay = prompt // REPLAY if args.replay is None else args.replay
     continuation = []
     for name, path in named_paths:
-        print(f"{name}: {context * 3 // 4} tokens of prompt, the next {context - context * 3 // 4} scored, "
-              f"replay {context * 3 // 4 // REPLAY if args.replay is None else args.replay}\n", flush=True)
-        its = continuation_rows(path, ids, context, args.replay)
+        print(f"{name}: {prompt} tokens of prompt, the next {context - prompt} scored, replay {replay}\n", flush=True)
+        its = continuation_rows(path, ids, prompt, context - prompt, replay)
         show(its, CONTINUATION_COLUMNS)
         continuation += its if len(named_paths) == 1 else [{**row, "oracle": name} for row in its]
     if args.json:

@@ -27,7 +27,7 @@ LADDER = {"one least-squares matrix": "--oracle linear", "mlp": "--oracle mlp --
 SHORT = " --steps 1500"     # the frontier compares oracles of one short run each
 SIZES = {"dim 32": "--dim 32" + SHORT, "dim 64": "--dim 64" + SHORT, "dim 128": "--dim 128" + SHORT}
 SKIPS = {f"skip {skip}": f"--skip {skip}" + SHORT for skip in ("5-6", "3-8", "1-10", "1-4,7-10")}
-CONTEXTS = (256, 64)         # tokens in a window; the oracles are trained on windows of the model's context
+CONTEXTS = (256, 64)        # tokens in a window; the oracles are trained on windows of the model's context
 COLUMNS = [("name", "oracle", "{}"), ("skip", "skip", "{}"), ("compute", "compute", "{:.1%}"),
            ("nothing_256", "nothing, 256", "{:.2f}"), ("ratio_256", "ratio, 256", "{:.3f}"), ("cosine_256", "cosine", "{:.4f}"),
            ("ratio_64", "ratio, 64", "{:.3f}"), ("cosine_64", "cosine", "{:.4f}")]
@@ -50,10 +50,10 @@ def measure(model, files):
     """{name: oracle file} -> a row of figures for each, on windows of 256 and of 64 held-out tokens."""
     gpt2, tokenizer = load_gpt2(model)
     paths = {name: load_path(file, gpt2) for name, file in files.items()}
-    skips = {read_settings(file)["skip"]: path for path, file in zip(paths.values(), files.values())}
-    nothing = {skip: plain_skip(gpt2, path.spans) for skip, path in skips.items()}
-    ids = load_tokens(read_settings(next(iter(files.values())))["text"], tokenizer, CONTEXTS[0])[1]
-    rows = [{"name": name, "skip": read_settings(file)["skip"]} for name, file in files.items()]
+    settings = {name: read_settings(file) for name, file in files.items()}
+    nothing = {settings[name]["skip"]: plain_skip(gpt2, path.spans) for name, path in paths.items()}
+    ids = load_tokens(next(iter(settings.values()))["text"], tokenizer, CONTEXTS[0])[1]
+    rows = [{"name": name, "skip": its["skip"]} for name, its in settings.items()]
     whole = flops(lambda ids: gpt2.run(gpt2.embed(ids), 0, gpt2.config.n_layer), ids[None, :CONTEXTS[0]])
     for row, path in zip(rows, paths.values()):
         row["compute"] = flops(path.hidden, ids[None, :CONTEXTS[0]]) / whole
