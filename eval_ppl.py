@@ -19,7 +19,7 @@ from data.files import replace_file
 from data.greedy import show_continuations
 from load_weights import load_gpt2
 from model import LayerCache
-from oracle import REPLAY, load_path, plain_skip, read_settings, true_states
+from oracle import default_replay, load_path, plain_skip, read_settings, true_states
 
 SHIPPED = Path(__file__).parent / "data" / "mini" / "oracle.safetensors"
 
@@ -55,9 +55,9 @@ def evaluate(gpt2, paths, ids, context):
             trace = []
             x = path.jump(true[path.spans[0].start], trace=trace)
             row[0] += token_losses(gpt2.unembed(x)[:, :-1], targets).sum().item()
-            for span, (_, states) in zip(path.spans, trace):
-                row[1] += F.cosine_similarity(states[-1], true[span.stop], dim=-1).sum().item() / len(trace)
-                row[2] += (states[-1] - true[span.stop]).square().mean(dim=-1).sum().item() / len(trace)
+            for span, (_, _, y) in zip(path.spans, trace):
+                row[1] += F.cosine_similarity(y, true[span.stop], dim=-1).sum().item() / len(trace)
+                row[2] += (y - true[span.stop]).square().mean(dim=-1).sum().item() / len(trace)
         scored, seen = scored + targets.numel(), seen + window.numel()
     sums[0, 1] = seen
     return [{"ppl": math.exp(loss / scored), "cosine": cosine / seen, "mse": mse / seen} for loss, cosine, mse in sums.tolist()]
@@ -181,7 +181,7 @@ def main():
     rows = path_rows(gpt2, named_paths, ids, context)
     show(rows, PATH_COLUMNS)
     prompt = context * 3 // 4
-    replay = prompt // REPLAY if args.replay is None else args.replay
+    replay = default_replay(prompt) if args.replay is None else args.replay
     continuation = []
     for name, path in named_paths:
         print(f"{name}: {prompt} tokens of prompt, the next {context - prompt} scored, replay {replay}\n", flush=True)

@@ -10,6 +10,7 @@ Sizes in comments: B batch, T tokens, C = n_embd, H = n_head, D = C / H, P token
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -63,6 +64,15 @@ class LayerCache:
         self.length = min(n, self.length)
 
 
+@lru_cache(maxsize=1)
+def causal_mask(Q, K, dtype, device):
+    """(Q, K): 0 where one of the last Q of K tokens sees another, else -inf. Every block of a pass asks for the same one.
+
+    (is_causal of PyTorch's attention serves Q = K alone: it aligns the mask to the top left.)
+    """
+    return torch.full((Q, K), -torch.inf, dtype=dtype, device=device).triu(K - Q + 1)
+
+
 class Attention(nn.Module):
     def __init__(self, n_embd, n_head):
         super().__init__()
@@ -74,24 +84,28 @@ class Attention(nn.Module):
         """(B, T, C) -> (B, H, T, D)"""
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
-    def forward(self, x, cache=None):
-        """x (B, T, C) -> (B, T, C); token t sees the cached tokens and the new ones up to itself."""
-        q, k, v = (self.heads(part) for part in self.c_attn(x).chunk(3, dim=-1))
-        T, past = x.shape[1], len(cache) if cache is not None else 0
+    def forward(self, x, cache=None, last=None):
+        """x (B, T, C) -> (B, N, C) for the last N tokens (None: all T); each sees the cached tokens and the new ones up to
+        itself, and all T leave their keys and values in the cache."""
+        C, past = x.shape[-1], len(cache) if cache is not None else 0
+        if last is None:
+            q, k, v = (self.heads(part) for part in self.c_attn(x).chunk(3, dim=-1))
+        else:
+            q = self.heads(F.linear(x[:, -last:], self.c_attn.weight[:C], self.c_attn.bias[:C]))
+            k, v = self.keys_values(x)
         if cache is not None:
             cache.append(k, v)
         if past:
             k, v = cache.k, cache.v
-        # is_causal would align a T x (P+T) mask to the top left, hence a mask of our own behind a filled cache
-        mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past) if past and T > 1 else None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not past and T > 1)
+        Q, K = q.shape[2], k.shape[2]
+        mask = causal_mask(Q, K, q.dtype, q.device) if 1 < Q < K else None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < Q == K)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
-    def fill(self, x, cache):
-        """Only the keys and values of x (B, T, C), into the cache."""
+    def keys_values(self, x):
+        """x (B, T, C) -> keys and values, each (B, H, T, D)"""
         C = x.shape[-1]
-        k, v = F.linear(x, self.c_attn.weight[C:], self.c_attn.bias[C:]).chunk(2, dim=-1)
-        cache.append(self.heads(k), self.heads(v))
+        return (self.heads(part) for part in F.linear(x, self.c_attn.weight[C:], self.c_attn.bias[C:]).chunk(2, dim=-1))
 
 
 class MLP(nn.Module):
@@ -115,13 +129,15 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(n_embd, eps)
         self.mlp = MLP(n_embd, n_inner or 4 * n_embd)
 
-    def forward(self, x, cache=None):
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(self, x, cache=None, last=None):
+        """x (B, T, C) -> (B, N, C) for the last N tokens (None: all T); keys and values of all T go into the cache."""
+        y = self.attn(self.ln_1(x), cache, last)
+        x = (x if last is None else x[:, -last:]) + y
         return x + self.mlp(self.ln_2(x))
 
     def fill(self, x, cache):
         """Puts the keys and values of the input x into the cache and computes nothing else: a sixth of the block."""
-        self.attn.fill(self.ln_1(x), cache)
+        cache.append(*self.attn.keys_values(self.ln_1(x)))
 
 
 class GPT2(nn.Module):
@@ -157,8 +173,7 @@ class GPT2(nn.Module):
     def last_logits(self, x, cache):
         """State before the last block (B, T, C) -> logits of the last position, (B, vocab_size), which is all that a prefill
         asks of that block besides the keys and values of every token."""
-        self.blocks[-1].fill(x[:, :-1], cache[-1])
-        return self.unembed(self.blocks[-1](x[:, -1:], cache[-1])[:, -1])
+        return self.unembed(self.blocks[-1](x, cache[-1], last=1)[:, -1])
 
     def new_cache(self):
         """An empty KV cache, one entry for each block; `run` fills it and continues from it."""

@@ -17,8 +17,7 @@ from load_weights import fingerprint, read_metadata, read_tensors
 from model import Block
 
 KINDS = ("transformer", "mlp", "linear")
-HEADS = 4                   # attention heads of the transformer oracle
-REPLAY = 6                  # the full model reads the last sixth of a prompt, where it is not told otherwise
+HEADS = 2                   # attention heads of the transformer oracle
 
 
 def parse_skip(pattern, n_layer):
@@ -71,31 +70,33 @@ class Oracle(nn.Module):
         self.unit = nn.Parameter(torch.ones(n_states, n_embd), requires_grad=False)
         self.first = nn.Parameter(torch.zeros(n_states, n_embd))
 
-    def states(self, x, n):
-        """x (B, T, C) -> the states behind each block of a span of n, (n, B, T, C), by the last n heads.
+    def states(self, x, features, start, stop=None):
+        """x (B, T, C), features = trunk(x) -> the states that heads [start:stop] predict, (S, B, T, C).
 
-        Counted from the end, so that an oracle shared by spans of several lengths has one head for every span's output.
+        Heads are counted from the end: -1 predicts the output of a span of any length, -n its first block's in a span of n.
         """
-        scale, up, bias, unit, first = (p[-n:, None] for p in (self.scale, self.up, self.bias, self.unit, self.first))
-        features = self.trunk(x).flatten(0, 1).expand(n, -1, -1)                        # (n, B*T, F)
-        y = torch.addcmul(bias * unit, scale, x.flatten(0, 1))                          # (n, B*T, C)
-        y = torch.baddbmm(y, features, up[:, 0] * unit).unflatten(1, x.shape[:2])
-        y[:, :, 0] += first
-        return y
+        B, T, _ = x.shape
+        parts = self.scale, self.up, self.bias, self.unit, self.first
+        scale, up, bias, unit, first = (p[start:stop, None] for p in parts)
+        y = torch.addcmul(bias * unit, scale, x.flatten(0, 1))                              # (S, B*T, C)
+        y.baddbmm_(features.flatten(0, 1).expand(len(y), -1, -1), up[:, 0] * unit)
+        y.index_add_(1, torch.arange(0, B * T, T, device=x.device), first.expand(-1, B, -1))
+        return y.unflatten(1, (B, T))
 
     def forward(self, x):
         """x (B, T, C) -> the state behind the span, (B, T, C)."""
-        return self.states(x, 1)[0]
+        return self.states(x, self.trunk(x), -1)[0]
 
 
 class Nothing(nn.Module):
     """The oracle to beat: what goes into the span comes out of it."""
+    trunk = nn.Identity()
 
     def forward(self, x):
         return x
 
-    def states(self, x, n):
-        return x.expand(n, *x.shape)
+    def states(self, x, features, start, stop=0):
+        return x.expand(stop - start, *x.shape)
 
 
 class PathOracle(nn.Module):
@@ -125,15 +126,16 @@ class PathOracle(nn.Module):
 
         With a cache, the skipped blocks are given keys and values of their *predicted* inputs, the others their own; and
         the last `replay` tokens go through the skipped blocks after all, over the predicted cache of those before them.
-        With a list as trace, (input of the span, its predicted states) is appended to it for each span.
+        With a list as trace, (input of the span, features, predicted output) is appended to it for each span.
         """
         resume_until = [span.start for span in self.spans[1:]] + [self.gpt2.config.n_layer if stop is None else stop]
         for span, oracle, until in zip(self.spans, self.oracles, resume_until):
             if cache is not None:
                 y = self.predict_and_fill(x, span, oracle, cache, replay)
             elif trace is not None:
-                trace.append((x, oracle.states(x, len(span))))
-                y = trace[-1][1][-1]
+                features = oracle.trunk(x)
+                y = oracle.states(x, features, -1)[0]
+                trace.append((x, features, y))
             else:
                 y = oracle(x)                                       # predict
             x = self.gpt2.run(y, span.stop, until, cache)           # resume
@@ -141,31 +143,37 @@ class PathOracle(nn.Module):
 
     def predict_and_fill(self, x, span, oracle, cache, replay):
         """The state behind the span, (B, T, C), from its input; leaves keys and values in the span's blocks."""
-        jumped = max(0, x.shape[1] - replay)
-        parts = []
-        if jumped:
-            *between, y = oracle.states(x[:, :jumped], len(span))
-            for i, x_i in zip(span, [x[:, :jumped], *between]):     # the first is what enters the span
-                self.gpt2.blocks[i].fill(x_i, cache[i])
-            parts.append(y)
-        if jumped < x.shape[1]:
-            parts.append(self.gpt2.run(x[:, jumped:], span.start, span.stop, cache))
-        return torch.cat(parts, dim=1)
+        if replay >= x.shape[1]:
+            return self.gpt2.run(x, span.start, span.stop, cache)
+        jumped = x.shape[1] - replay
+        x, replayed = x[:, :jumped], x[:, jumped:]
+        states = [x, *oracle.states(x, oracle.trunk(x), -len(span))]     # the first is what enters the span
+        for i, state in zip(span, states):
+            if replay:
+                replayed = self.gpt2.blocks[i](torch.cat([state, replayed], dim=1), cache[i], last=replay)
+            else:
+                self.gpt2.blocks[i].fill(state, cache[i])
+        return torch.cat([states[-1], replayed], dim=1)
 
     @torch.no_grad()
     def prefill(self, ids, replay=None):
         """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache of all blocks.
 
-        The last `replay` tokens (None: a sixth) go through the skipped blocks themselves. Decoding goes on with
+        The last `replay` tokens (None: default_replay) go through the skipped blocks themselves. Decoding goes on with
         gpt2(next_ids, cache). Raises ValueError for a prompt that is empty or beyond the context.
         """
         if not ids.numel():
             raise ValueError("an empty prompt leads to nothing: give at least one token")
-        replay = ids.shape[1] // REPLAY if replay is None else replay
+        replay = default_replay(ids.shape[1]) if replay is None else replay
         cache, last = self.gpt2.new_cache(), self.gpt2.config.n_layer - 1
         if last in self.spans[-1]:
             return self.gpt2.unembed(self.hidden(ids, cache, replay)[:, -1]), cache
         return self.gpt2.last_logits(self.hidden(ids, cache, replay, stop=last), cache), cache
+
+
+def default_replay(n_prompt):
+    """A sixth of the tokens of a prompt, rounded up to a multiple of 8: small matrix products are quickest in these."""
+    return -(-n_prompt // 48) * 8
 
 
 def plain_skip(gpt2, spans):

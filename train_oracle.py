@@ -24,11 +24,12 @@ from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, 
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
 KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
-KL_EVERY = 4                # the distributions are compared at every fourth position, which is much cheaper
-KL_FROM = 0.7               # share of the steps before the KL term joins: first the states, then what they are for
+KV_EVERY = 8                # those are compared at every eighth position, and the next-token distributions at every
+KL_EVERY = 4                # fourth, which is much cheaper
+KL_FROM = 0.85              # share of the steps before the KL term joins: first the states, then what they are for
 SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
-DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 2,
-            "shared": False, "cos_weight": 0.5, "kl_weight": 0.3, "steps": 5000, "batch_size": 1, "context": None,
+DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 1,
+            "shared": False, "cos_weight": 0.5, "kl_weight": 0.6, "steps": 3000, "batch_size": 2, "context": None,
             "lr": 1.5e-2, "seed": 0, "step": 0}
 
 
@@ -62,10 +63,12 @@ def path_loss(path, ids, cos_weight, kl_weight):
     gpt2 = path.gpt2
     true, trace, x = walk(path, ids, gpt2.config.n_layer if kl_weight else path.spans[-1].stop)
     loss = 0
-    for span, (_, states) in zip(path.spans, trace):
-        loss = loss + state_loss(states[-1], true[span.stop], cos_weight)
+    for span, oracle, (x_in, features, y) in zip(path.spans, path.oracles, trace):
+        loss = loss + state_loss(y, true[span.stop], cos_weight)
         if len(span) > 1:
-            loss = loss + KV_WEIGHT * state_loss(states[:-1], torch.stack(true[span.start + 1:span.stop]), 0)
+            between = torch.stack([t[:, ::KV_EVERY] for t in true[span.start + 1:span.stop]])
+            states = oracle.states(x_in[:, ::KV_EVERY], features[:, ::KV_EVERY], -len(span), -1)
+            loss = loss + KV_WEIGHT * state_loss(states, between, 0)
     if kl_weight:
         with torch.no_grad():
             teacher = gpt2.unembed(true[-1][:, ::KL_EVERY]).log_softmax(dim=-1)
@@ -79,8 +82,8 @@ def path_loss(path, ids, cos_weight, kl_weight):
 def set_first(path, n, ids):
     """Sets `first` of oracle n, what it adds at position 0, to the mean of what it lacks there on ids (B, T)."""
     true, trace, _ = walk(path, ids, path.spans[-1].stop)
-    span, oracle = path.spans[n], path.oracles[n]
-    for first, state, t in zip(oracle.first[-len(span):], trace[n][1], true[span.start + 1:]):
+    span, oracle, (x, features, _) = path.spans[n], path.oracles[n], trace[n]
+    for first, state, t in zip(oracle.first[-len(span):], oracle.states(x, features, -len(span)), true[span.start + 1:]):
         first += (t - state)[:, 0].mean(dim=0)
 
 
@@ -121,9 +124,9 @@ def new_optimizers(oracles):
     """Muon for the matrices of the trunks (Jordan et al. 2024), scaled so that the learning rate of AdamW serves both."""
     matrices = [p for name, p in oracles.named_parameters() if "trunk" in name and p.ndim == 2]
     others = [p for p in oracles.parameters() if not any(p is q for q in matrices)]
-    optimizers = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)]
+    optimizers = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, ns_steps=3, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
@@ -168,8 +171,8 @@ def main():
     parser.add_argument("--text", help="docs (of the installed Python, NumPy and PyTorch), wikitext-2, or a text file "
                         "(default: docs)")
     parser.add_argument("--oracle", choices=KINDS, help="kind of oracle; linear is solved, not trained (default: transformer)")
-    parser.add_argument("--dim", type=positive, help="width of the oracle (default: a third of the model's)")
-    parser.add_argument("--blocks", type=positive, help="blocks of a transformer oracle (default: 2)")
+    parser.add_argument("--dim", type=positive, help="width of the oracle (default: 7/16 of the model's)")
+    parser.add_argument("--blocks", type=positive, help=f"blocks of a transformer oracle (default: {DEFAULTS['blocks']})")
     parser.add_argument("--shared", action="store_true", help="one oracle for all spans instead of one for each")
     parser.add_argument("--cos-weight", type=float, help="weight of 1 - cosine in the loss (default: 0.5)")
     parser.add_argument("--kl-weight", type=float, help="weight of the KL divergence from GPT-2's own next-token "
@@ -204,7 +207,7 @@ def main():
 
     gpt2, tokenizer = load_gpt2(settings["model"], where)
     settings["context"] = settings["context"] or min(gpt2.config.n_positions, 256)
-    settings["dim"] = settings["dim"] or gpt2.config.n_embd // 3 // HEADS * HEADS
+    settings["dim"] = settings["dim"] or gpt2.config.n_embd * 7 // 16 // HEADS * HEADS
     if settings["context"] > gpt2.config.n_positions or settings["context"] < 8:
         raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model")
     torch.manual_seed(settings["seed"])

@@ -32,7 +32,5 @@ def restore_optimizers(module, optimizers, tensors):
     for name, p in module.named_parameters():
         for optimizer in optimizers:
             if any(p is q for group in optimizer.param_groups for q in group["params"]):
-                state = {full.split(".")[1]: tensor.clone() for full, tensor in tensors.items()
-                         if full.startswith("optimizer.") and full.split(".", 2)[2] == name}
-                # AdamW counts its steps on the CPU
-                optimizer.state[p] = {key: t if key == "step" else t.to(p.device) for key, t in state.items()}
+                optimizer.state[p] = {full.split(".")[1]: tensor.to(p.device, copy=True) for full, tensor in tensors.items()
+                                      if full.startswith("optimizer.") and full.split(".", 2)[2] == name}

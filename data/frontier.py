@@ -23,9 +23,9 @@ from oracle import load_path, plain_skip, read_settings
 
 LADDER = {"one least-squares matrix": "--oracle linear", "mlp": "--oracle mlp --dim 236", "transformer": "",
           "transformer, seed 1": "--seed 1", "transformer, seed 2": "--seed 2",
-          "transformer, long run": "--steps 24000 --kl-weight 1"}
-SHORT = " --steps 1500"     # the frontier compares oracles of one short run each
-SIZES = {"dim 32": "--dim 32" + SHORT, "dim 64": "--dim 64" + SHORT, "dim 128": "--dim 128" + SHORT}
+          "transformer, long run": "--steps 12000 --kl-weight 1"}
+SHORT = " --steps 1000"     # the frontier compares oracles of one short run each
+SIZES = {f"dim {dim}": f"--dim {dim}" + SHORT for dim in (42, 84, 168)}
 SKIPS = {f"skip {skip}": f"--skip {skip}" + SHORT for skip in ("5-6", "3-8", "1-10", "1-4,7-10")}
 CONTEXTS = (256, 64)        # tokens in a window; the oracles are trained on windows of the model's context
 COLUMNS = [("name", "oracle", "{}"), ("skip", "skip", "{}"), ("compute", "compute", "{:.1%}"),
@@ -75,16 +75,16 @@ def draw(rows, file):
     from matplotlib import pyplot as plt
     by_name = {row["name"]: row for row in rows}
     figure, axes = plt.subplots(figsize=(7, 4.2))
-    middle = by_name["dim 64"]
+    middle = by_name["dim 84"]
     spans = sorted([middle, *(by_name[name] for name in SKIPS if "," not in name)], key=lambda row: row["compute"])
     sizes = sorted([by_name[name] for name in SIZES], key=lambda row: row["compute"])
-    for points, label, style in ((spans, "skip pattern, oracle of dim 64", "o-"), (sizes, "oracle size, skip 2-9", "s--")):
+    for points, label, style in ((spans, "skip pattern, oracle of dim 84", "o-"), (sizes, "oracle size, skip 2-9", "s--")):
         axes.plot([100 * row["compute"] for row in points], [row["ratio_256"] for row in points], style, label=label)
     for row in rows:
         if row["name"] in SKIPS or row["name"] in SIZES:
             if "," in row["name"]:
                 axes.plot([100 * row["compute"]], [row["ratio_256"]], "d", label="two spans")
-            axes.annotate(row["name"].replace("dim 64", "skip 2-9, dim 64"), (100 * row["compute"], row["ratio_256"]),
+            axes.annotate(row["name"].replace("dim 84", "skip 2-9, dim 84"), (100 * row["compute"], row["ratio_256"]),
                           textcoords="offset points", xytext=(-76, -12) if "," in row["name"] else (6, 5), fontsize=8)
     axes.set(xlabel="block compute of the path, % of the original's", ylabel="held-out PPL ratio, windows of 256",
              title="Embedded model: what a jump costs")

@@ -26,6 +26,8 @@ SAMPLES, TOKENS, EPOCHS, BATCH, LR, COS_WEIGHT = 5000, 64, 5, 2, 1e-3, 0.5
 
 
 class PublishedOracle(nn.Module):
+    trunk = nn.Identity()       # PathOracle asks for features; here `states` makes its own
+
     def __init__(self, n_embd, dim, causal):
         super().__init__()
         layer = nn.TransformerEncoderLayer(dim, nhead=4, dim_feedforward=2 * dim, dropout=0.0, activation="gelu",
@@ -39,8 +41,8 @@ class PublishedOracle(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device) if self.causal else None
         return self.up(self.encoder(self.down(x), mask=mask, is_causal=self.causal))
 
-    def states(self, x, n):
-        return torch.stack([x] * (n - 1) + [self(x)])       # it knows nothing of the states between
+    def states(self, x, features, start):
+        return torch.stack([x] * (-start - 1) + [self(x)])          # it knows nothing of the states between
 
 
 def main():

@@ -184,3 +184,16 @@ def test_a_cache_may_be_filled_while_gradients_are_on():
     ids, cache = torch.randint(31, (2, 8)), gpt2.new_cache()
     logits = torch.cat([gpt2(ids[:, :4], cache), gpt2(ids[:, 4:], cache)], dim=1)
     torch.testing.assert_close(logits, gpt2(ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("past", [0, 4])
+@pytest.mark.parametrize("last", [1, 2, 5])
+def test_a_block_asked_for_its_last_tokens_computes_these_alone_and_caches_all(gpt2, past, last):
+    block, x = gpt2.blocks[1], torch.randn(2, 9, TINY.n_embd, generator=torch.Generator().manual_seed(0))
+    whole, part = gpt2.new_cache()[1], gpt2.new_cache()[1]
+    expected = block(x, whole)[:, -last:]
+    if past:
+        block(x[:, :past], part)
+    assert_close(block(x[:, past:], part, last=last), expected, **CLOSE)
+    assert_close((part.k, part.v), (whole.k, whole.v), **CLOSE)
+    assert_close(block(x, last=last), expected, **CLOSE)            # without a cache too

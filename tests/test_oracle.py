@@ -97,19 +97,19 @@ def test_a_changed_token_changes_no_earlier_logits(gpt2, kind, skip, shared):
 def test_an_untrained_oracle_predicts_no_change(kind):
     x, oracle = torch.randn(2, 7, 24), Oracle(kind, 24, 3, dim=16)
     assert torch.equal(oracle(x), x)
-    assert all(torch.equal(state, x) for state in oracle.states(x, 3))
+    assert all(torch.equal(state, x) for state in oracle.states(x, oracle.trunk(x), -3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_state_has_weights_of_its_own_and_the_last_is_forward(kind):
     x, oracle = torch.randn(2, 7, 24), Oracle(kind, 24, 3, dim=16)
     randomize(oracle)
-    states = oracle.states(x, 3)
+    states = oracle.states(x, oracle.trunk(x), -3)
     assert [state.shape for state in states] == [x.shape] * 3
     assert_close(states[-1], oracle(x))
     assert all(not torch.allclose(a, b, atol=0.1) for a, b in ((states[0], states[1]), (states[1], states[2])))
-    assert_close(oracle.states(x, 2)[-1], oracle(x))            # where a shared oracle stands for a shorter span
-    assert len(oracle.states(x, 2)) == 2 and len(oracle.states(x, 1)) == 1
+    assert_close(oracle.states(x, oracle.trunk(x), -2)[-1], oracle(x))            # where a shared oracle stands for a shorter span
+    assert len(oracle.states(x, oracle.trunk(x), -2)) == 2 and len(oracle.states(x, oracle.trunk(x), -1)) == 1
 
 
 def test_a_linear_oracle_is_linear_and_adds_a_constant_at_position_0():
@@ -210,6 +210,21 @@ def test_path_loss_of_exact_oracles_is_zero_and_kl_counts_for_others(gpt2):
     assert_close((with_kl - without) / 2, (p.exp() * (p - q)).sum(dim=-1).mean().item(), **CLOSE)
 
 
+def test_path_loss_of_the_states_behind_the_spans_and_of_those_for_the_cache(gpt2):
+    spans, ids = parse_skip("1-3,5-5", 6), random_ids(2, 20)
+    path = PathOracle(gpt2, spans, [Nothing() for _ in spans])
+    true = [state.double().numpy() for state in true_states(gpt2, ids, 6)]
+
+    def errors(predicted, t):                                   # (B, T, C) -> relative squared error of each token
+        return ((predicted - t) ** 2).sum(axis=-1) / (t * t).sum(axis=-1)
+
+    x = true[1]
+    between = np.mean([errors(x, t)[:, ::8].mean() for t in true[2:4]])     # every eighth token
+    behind = gpt2.blocks[4](torch.from_numpy(x).float()).double().numpy()   # what enters the second span is the path's
+    expected = errors(x, true[4]).mean() + between + errors(behind, true[6]).mean()
+    assert_close(path_loss(path, ids, 0, 0).item(), expected, **CLOSE)
+
+
 # ---- the linear oracle ----
 
 @pytest.mark.parametrize("skip", ["2-4", "1-2,4-4"])
@@ -233,7 +248,7 @@ def test_fit_linear_is_weighted_least_squares(gpt2, skip):
                 wanted = x.double().numpy() + np.concatenate([x.double().numpy(), ones], axis=2) @ solution
                 wanted[:, 0] += (true[:8, 0].double().numpy() - wanted[:8, 0]).mean(axis=0)     # over the first batch
                 with torch.no_grad():
-                    predicted = oracle.states(x, len(span))[j].double()
+                    predicted = oracle.states(x, oracle.trunk(x), -len(span))[j].double()
                 assert_close(predicted, torch.tensor(wanted), atol=5e-3, rtol=1e-3)
         with torch.no_grad():
             x = gpt2.run(oracle(x), span.stop, until)
@@ -258,8 +273,9 @@ def test_fit_linear_recovers_blocks_that_are_linear(gpt2):
     path = new_path(gpt2, {**SETTINGS, "oracle": "linear", "skip": "1-3"})
     fit_linear(path, lambda step: random_ids(8, 20, seed=step), 4)
     ids = random_ids(4, 30, seed=100)
+    x = gpt2.embed(ids)
     with torch.no_grad():
-        for predicted, true in zip(path.oracles[0].states(gpt2.embed(ids), 3), true_states(gpt2, ids, 4)[2:]):
+        for predicted, true in zip(path.oracles[0].states(x, x, -3), true_states(gpt2, ids, 4)[2:]):
             assert_close(predicted, true, atol=1e-2, rtol=1e-2)
         assert_close(path(ids), gpt2(ids), atol=1e-2, rtol=1e-2)
     assert (true_states(gpt2, ids, 2)[2] - gpt2.embed(ids)).norm(dim=-1).min() > 1      # it was not trivial

@@ -6,7 +6,7 @@ from tiny import CONFIG, Exact, mixed_logits, random_ids, randomize, tiny_gpt2
 from torch.testing import assert_close
 
 from data.greedy import decode
-from oracle import KINDS, Nothing, PathOracle, new_path, parse_skip
+from oracle import KINDS, Nothing, PathOracle, default_replay, new_path, parse_skip
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 SKIPS = ["2-4", "3-3", "1-2,4-4", "0-5"]
@@ -62,11 +62,15 @@ def test_replay_of_the_whole_prompt_is_a_full_prefill(gpt2, ids, replay):
         assert_close((layer.k, layer.v), (other.k, other.v), **CLOSE)
 
 
-def test_a_sixth_of_the_prompt_is_replayed_by_default(gpt2, ids):
+@pytest.mark.parametrize("prompt, replay", [(1, 8), (48, 8), (49, 16), (192, 32), (256, 48), (1024, 176)])
+def test_a_sixth_of_the_prompt_in_multiples_of_8(prompt, replay):
+    assert default_replay(prompt) == replay
+
+
+def test_a_prompt_is_replayed_so_by_default(gpt2, ids):
     path = random_path(gpt2)
-    for prompt, replay in ((24, 4), (11, 1), (5, 0)):
-        assert torch.equal(path.prefill(ids[:, :prompt])[0], path.prefill(ids[:, :prompt], replay)[0])
-        assert not torch.equal(path.prefill(ids[:, :prompt])[0], path.prefill(ids[:, :prompt], replay + 1)[0])
+    assert torch.equal(path.prefill(ids)[0], path.prefill(ids, 8)[0])
+    assert not torch.equal(path.prefill(ids)[0], path.prefill(ids, 9)[0])
 
 
 # ---- against the same thing without a cache, for oracles that err ----

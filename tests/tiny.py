@@ -41,20 +41,23 @@ def randomize(module, seed=0, std=0.3):
 
 
 class Exact(nn.Module):
-    """The oracle that runs the skipped blocks."""
+    """The oracle that runs the skipped blocks: its features are all their states, side by side."""
 
     def __init__(self, gpt2, span):
         super().__init__()
         self.gpt2, self.span = gpt2, span
 
-    def forward(self, x):
-        return self.states(x, len(self.span))[-1]
-
-    def states(self, x, n):
+    def trunk(self, x):
         states = []
         for i in self.span:
             states.append(x := self.gpt2.blocks[i](x))
-        return torch.stack(states)
+        return torch.cat(states, dim=-1)
+
+    def states(self, x, features, start, stop=None):
+        return torch.stack(features.chunk(len(self.span), dim=-1))[start:stop]
+
+    def forward(self, x):
+        return self.states(x, self.trunk(x), -1)[0]
 
 
 def mixed_logits(path, ids, jumped, seen=True):
@@ -67,7 +70,7 @@ def mixed_logits(path, ids, jumped, seen=True):
     for i, block in enumerate(path.gpt2.blocks):
         for span, oracle in zip(path.spans, path.oracles):
             if i == span.start:
-                states = list(oracle.states(x[:, :jumped], len(span)))
+                states = list(oracle.states(x[:, :jumped], oracle.trunk(x[:, :jumped]), -len(span)))
         if any(i in span for span in path.spans):
             x = torch.cat([states.pop(0), block(x)[:, jumped:] if seen else block(x[:, jumped:])], dim=1)
         else:
