@@ -67,8 +67,7 @@ def prefills(path, replay):
     """{name: function of prompt ids -> (logits, KV cache)}: the ways to read a prompt that are compared."""
     def no_cache(ids):
         logits, cache = path.prefill(ids, 0)
-        return logits, [LayerCache(path.gpt2.config.n_positions) if any(i in span for span in path.spans) else c
-                        for i, c in enumerate(cache)]
+        return logits, [LayerCache() if any(i in span for span in path.spans) else c for i, c in enumerate(cache)]
 
     return {"original": lambda ids: path.prefill(ids, replay=ids.shape[1]),
             "oracle prefill": lambda ids: path.prefill(ids, replay),

@@ -30,38 +30,20 @@ class GPT2Config:
 
 
 class LayerCache:
-    """Keys and values of one block for the tokens it has seen, in buffers that hold a whole context of them."""
-
-    def __init__(self, n_positions):
-        self.n_positions, self.length, self.buffers = n_positions, 0, None
+    """Keys and values of one block for the tokens it has seen, each (B, H, P, D)."""
+    k = v = None
 
     def __len__(self):
-        return self.length
-
-    @property
-    def k(self):
-        return self.buffers[0][:, :, :self.length]      # (B, H, P, D)
-
-    @property
-    def v(self):
-        return self.buffers[1][:, :, :self.length]
+        return 0 if self.k is None else self.k.shape[2]
 
     def append(self, k, v):
-        """Puts k, v (B, H, T, D) behind what is there; ValueError where they do not fit."""
-        B, H, T, D = k.shape
-        if self.buffers is None:
-            self.buffers = k.new_empty(B, H, self.n_positions, D), v.new_empty(B, H, self.n_positions, D)
-        end = self.length + T
-        if B != len(self.buffers[0]) or end > self.n_positions:
-            raise ValueError(f"the KV cache holds {len(self.buffers[0])} texts of up to {self.n_positions} tokens, "
-                             f"not {B} of {end}")
-        for buffer, new in zip(self.buffers, (k, v)):
-            buffer[:, :, self.length:end] = new
-        self.length = end
+        """Puts k, v (B, H, T, D) behind what is there."""
+        self.k, self.v = (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)) if len(self) else (k, v)
 
     def truncate(self, n):
         """Forgets all but the first n tokens."""
-        self.length = min(n, self.length)
+        if len(self) > n:
+            self.k, self.v = self.k[:, :, :n], self.v[:, :, :n]
 
 
 @lru_cache(maxsize=1)
@@ -177,7 +159,7 @@ class GPT2(nn.Module):
 
     def new_cache(self):
         """An empty KV cache, one entry for each block; `run` fills it and continues from it."""
-        return [LayerCache(self.config.n_positions) for _ in self.blocks]
+        return [LayerCache() for _ in self.blocks]
 
     def forward(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, vocab_size). With a cache, ids are the tokens that follow those in it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.cli import PATH_COLUMNS, Parser, command, device, positive, positive_float, show
+from data.cli import PATH_COLUMNS, Parser, command, device, positive, positive_float, progress, show
 from data.corpus import load_tokens, sample_windows
 from data.files import optimizer_tensors, restore_optimizers
 from eval_ppl import path_rows
@@ -26,7 +26,7 @@ SAVE_EVERY = 30             # seconds
 KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
 KV_EVERY = 8                # those are compared at every eighth position, and the next-token distributions at every
 KL_EVERY = 4                # fourth, which is much cheaper
-KL_FROM = 0.85              # share of the steps before the KL term joins: first the states, then what they are for
+KL_FROM = 0.7               # share of the steps before the KL term joins: first the states, then what they are for
 SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
 DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 1,
             "shared": False, "cos_weight": 0.5, "kl_weight": 0.6, "steps": 3000, "batch_size": 2, "context": None,
@@ -107,8 +107,8 @@ def fit_linear(path, batch, steps):
     """
     for n, (span, oracle) in enumerate(zip(path.spans, path.oracles)):
         xx, xy = 0, 0                               # normal equations of all heads: (S, C+1, C+1), (S, C+1, C)
-        for step in range(steps):
-            true, trace, _ = walk(path, batch(step), path.spans[-1].stop)
+        for ids in progress([batch(step) for step in range(steps)], "solving"):
+            true, trace, _ = walk(path, ids, path.spans[-1].stop)
             x = trace[n][0][:, 1:].flatten(0, 1)                                        # (N, C)
             x1 = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
             targets = torch.stack(true[span.start + 1:span.stop + 1])[:, :, 1:].flatten(1, 2)     # (S, N, C)

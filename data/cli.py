@@ -61,14 +61,14 @@ def command(main):
         sys.exit(130)
 
 
-def progress(batches):
+def progress(batches, doing="evaluating"):
     """Yields the batches, and every five seconds says on stderr how far it is."""
     start = shown = time.time()
     done = 0
     for n, batch in enumerate(batches):
         if time.time() - shown > 5:
             shown, seconds = time.time(), time.time() - start
-            print(f"  evaluating: {n}/{len(batches)} batches, {done / seconds:,.0f} tokens/s, "
+            print(f"  {doing}: {n}/{len(batches)} batches, {done / seconds:,.0f} tokens/s, "
                   f"{seconds / n * (len(batches) - n):.0f} s left", file=sys.stderr, flush=True)
         yield batch
         done += batch.numel()
