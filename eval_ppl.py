@@ -123,12 +123,10 @@ def path_rows(gpt2, named_paths, ids, context):
 def continuation_rows(path, ids, prompt, length, replay):
     """Rows of the second table: windows of `prompt` tokens to read and `length` to score."""
     losses = continuations(path, ids, prompt, length, replay)
-    reads = prefills(path, replay)
-    reads["path throughout"] = reads["no cache in the skipped blocks"] = \
-        lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])                  # neither fills the skipped blocks' cache
-    names = list(reads)
-    times = dict(zip(names, milliseconds([reads[name] for name in names], ids[None, :prompt])))
-    operations = {name: flops(reads[name], ids[None, :prompt]) for name in names}
+    reads = {**prefills(path, replay), "path throughout": lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])}
+    reads["no cache in the skipped blocks"] = reads["path throughout"]          # prefills makes that cache to throw it away
+    times = dict(zip(reads, milliseconds(reads.values(), ids[None, :prompt])))
+    operations = {name: flops(read, ids[None, :prompt]) for name, read in reads.items()}
     n_layer, skipped = path.gpt2.config.n_layer, sum(map(len, path.spans))
     rows = []
     for name in sorted(losses, key=lambda name: losses[name].mean()):

@@ -69,7 +69,7 @@ class Attention(nn.Module):
     def forward(self, x, cache=None, last=None):
         """x (B, T, C) -> (B, N, C) for the last N tokens (None: all T); each sees the cached tokens and the new ones up to
         itself, and all T leave their keys and values in the cache."""
-        C, past = x.shape[-1], len(cache) if cache is not None else 0
+        C = x.shape[-1]
         if last is None:
             q, k, v = (self.heads(part) for part in self.c_attn(x).chunk(3, dim=-1))
         else:
@@ -77,7 +77,6 @@ class Attention(nn.Module):
             k, v = self.keys_values(x)
         if cache is not None:
             cache.append(k, v)
-        if past:
             k, v = cache.k, cache.v
         Q, K = q.shape[2], k.shape[2]
         mask = causal_mask(Q, K, q.dtype, q.device) if 1 < Q < K else None

@@ -17,7 +17,6 @@ from load_weights import fingerprint, read_metadata, read_tensors
 from model import Block
 
 KINDS = ("transformer", "mlp", "linear")
-HEADS = 2                   # attention heads of the transformer oracle
 
 
 def parse_skip(pattern, n_layer):
@@ -53,13 +52,13 @@ class Oracle(nn.Module):
     later tokens use as a place to attend to (Sun et al. 2024, "Massive Activations in Large Language Models").
     """
 
-    def __init__(self, kind, n_embd, n_states, dim=64, blocks=2):
+    def __init__(self, kind, n_embd, n_states, dim, blocks, n_head):
         super().__init__()
         if kind == "transformer":
-            if dim % HEADS:
-                raise ValueError(f"oracle dim {dim} is not divisible by its {HEADS} attention heads: take a multiple")
+            if dim % n_head:
+                raise ValueError(f"oracle dim {dim} is not divisible by its {n_head} attention heads: take a multiple")
             self.trunk = nn.Sequential(nn.LayerNorm(n_embd, elementwise_affine=False), nn.Linear(n_embd, dim),
-                                       *(Block(dim, HEADS, 2 * dim) for _ in range(blocks)), nn.LayerNorm(dim))
+                                       *(Block(dim, n_head, 2 * dim) for _ in range(blocks)), nn.LayerNorm(dim))
         elif kind == "mlp":
             self.trunk = nn.Sequential(nn.LayerNorm(n_embd, elementwise_affine=False), nn.Linear(n_embd, dim), nn.GELU())
         else:
@@ -71,14 +70,14 @@ class Oracle(nn.Module):
         self.first = nn.Parameter(torch.zeros(n_states, n_embd))
 
     def states(self, x, features, start, stop=None):
-        """x (B, T, C), features = trunk(x) -> the states that heads [start:stop] predict, (S, B, T, C).
-
-        Heads are counted from the end: -1 predicts the output of a span of any length, -n its first block's in a span of n.
+        """x (B, T, C), features = trunk(x) -> the states that heads [start:stop] predict, (N, B, T, C); T counts from a text's
+        first token. From the end, -1 predicts the output of any span, -n that of the first block in a span of n.
         """
         B, T, _ = x.shape
         parts = self.scale, self.up, self.bias, self.unit, self.first
         scale, up, bias, unit, first = (p[start:stop, None] for p in parts)
-        y = torch.addcmul(bias * unit, scale, x.flatten(0, 1))                              # (S, B*T, C)
+        # the formula above for all heads at once, and in place, since the states are many
+        y = torch.addcmul(bias * unit, scale, x.flatten(0, 1))                              # (N, B*T, C)
         y.baddbmm_(features.flatten(0, 1).expand(len(y), -1, -1), up[:, 0] * unit)
         y.index_add_(1, torch.arange(0, B * T, T, device=x.device), first.expand(-1, B, -1))
         return y.unflatten(1, (B, T))
@@ -95,8 +94,8 @@ class Nothing(nn.Module):
     def forward(self, x):
         return x
 
-    def states(self, x, features, start, stop=0):
-        return x.expand(stop - start, *x.shape)
+    def states(self, x, features, start, stop=None):
+        return x.expand((stop or 0) - start, *x.shape)
 
 
 class PathOracle(nn.Module):
@@ -160,11 +159,11 @@ class PathOracle(nn.Module):
         """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache of all blocks.
 
         The last `replay` tokens (None: default_replay) go through the skipped blocks themselves. Decoding goes on with
-        gpt2(next_ids, cache). Raises ValueError for a prompt that is empty or beyond the context.
+        gpt2(next_ids, cache). Raises ValueError for a prompt that is empty or beyond the context, and a replay below 0.
         """
-        if not ids.numel():
-            raise ValueError("an empty prompt leads to nothing: give at least one token")
         replay = default_replay(ids.shape[1]) if replay is None else replay
+        if not ids.numel() or replay < 0:
+            raise ValueError("a prompt has at least one token, and no fewer than 0 are replayed")
         cache, last = self.gpt2.new_cache(), self.gpt2.config.n_layer - 1
         if last in self.spans[-1]:
             return self.gpt2.unembed(self.hidden(ids, cache, replay)[:, -1]), cache
@@ -190,14 +189,12 @@ def true_states(gpt2, ids, stop):
 
 
 def new_path(gpt2, settings):
-    """PathOracle with untrained oracles of settings["skip"], ["oracle"], ["dim"], ["blocks"] and ["shared"]."""
+    """PathOracle with untrained oracles of settings["skip"], ["oracle"], ["dim"], ["blocks"], ["heads"] and ["shared"]."""
     spans = parse_skip(settings["skip"], gpt2.config.n_layer)
-    sizes = settings["oracle"], gpt2.config.n_embd
-    if settings["shared"]:
-        oracles = [Oracle(*sizes, max(map(len, spans)), settings["dim"], settings["blocks"])] * len(spans)
-    else:
-        oracles = [Oracle(*sizes, len(span), settings["dim"], settings["blocks"]) for span in spans]
-    return PathOracle(gpt2, spans, oracles)
+    sizes = settings["dim"], settings["blocks"], settings["heads"]
+    lengths = [max(map(len, spans))] if settings["shared"] else map(len, spans)
+    oracles = [Oracle(settings["oracle"], gpt2.config.n_embd, length, *sizes) for length in lengths]
+    return PathOracle(gpt2, spans, oracles * len(spans) if settings["shared"] else oracles)
 
 
 def save_path(file, path, settings, further_tensors={}):
@@ -212,11 +209,12 @@ def read_settings(file):
     read_tensors(file)
     try:
         settings = json.loads(read_metadata(file)["pathoracle"])
-        for name in ("skip", "oracle", "dim", "blocks", "shared", "model", "text", "context", "step", "steps", "fingerprint"):
+        for name in ("skip", "oracle", "dim", "blocks", "heads", "shared", "model", "text", "context", "step", "steps",
+                     "fingerprint"):
             settings[name]
         return settings
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{file} is a safetensors file but not an oracle: train one with train_oracle.py") from None
+        raise ValueError(f"{file} is a safetensors file but no oracle of this version: train one with train_oracle.py") from None
 
 
 def load_path(file, gpt2):

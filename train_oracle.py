@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.cli import PATH_COLUMNS, Parser, command, device, positive, positive_float, progress, show
+from data.cli import PATH_COLUMNS, Parser, command, device, non_negative, positive, positive_float, progress, show
 from data.corpus import load_tokens, sample_windows
 from data.files import optimizer_tensors, restore_optimizers
 from eval_ppl import path_rows
 from load_weights import load_gpt2, read_tensors
-from oracle import HEADS, KINDS, load_path, new_path, read_settings, save_path, true_states
+from oracle import KINDS, load_path, new_path, read_settings, save_path, true_states
 
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
@@ -27,10 +27,14 @@ KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
 KV_EVERY = 8                # those are compared at every eighth position, and the next-token distributions at every
 KL_EVERY = 4                # fourth, which is much cheaper
 KL_FROM = 0.7               # share of the steps before the KL term joins: first the states, then what they are for
-SHAPE = ("skip", "oracle", "dim", "blocks", "shared")       # settings that --resume cannot change
-DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 1,
+DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 1, "heads": 2,
             "shared": False, "cos_weight": 0.5, "kl_weight": 0.6, "steps": 3000, "batch_size": 2, "context": None,
             "lr": 1.5e-2, "seed": 0, "step": 0}
+
+
+def default_dim(n_embd):
+    """Width of an oracle: with one block, a transformer has then 2.5% of the parameters of the 8 blocks that it replaces."""
+    return n_embd * 7 // 16 // DEFAULTS["heads"] * DEFAULTS["heads"]
 
 
 def walk(path, ids, stop):
@@ -46,10 +50,10 @@ def walk(path, ids, stop):
 
 
 def state_loss(predicted, true, cos_weight):
-    """(B, T, C) twice -> squared error + cos_weight * (1 - cosine) of each token, averaged.
+    """(..., T, C) twice -> squared error + cos_weight * (1 - cosine) of each token, averaged.
 
     The squared error is relative to the square of the token's true state: GPT-2's state at position 0 is a hundred times
-    the others (Oracle has more on it), and would dominate a plain mean. (set_first initialises its prediction.)
+    the others (Oracle has more on it), and would dominate a plain mean.
     """
     error = ((predicted - true).square().sum(dim=-1) / true.square().sum(dim=-1)).mean()
     if cos_weight:
@@ -130,6 +134,18 @@ def new_optimizers(oracles):
     return optimizers
 
 
+def train_step(path, ids, cos_weight, kl_weight, optimizers):
+    """One step on ids (B, T) -> its loss; ValueError where that is not finite."""
+    loss = path_loss(path, ids, cos_weight, kl_weight)
+    if not loss.isfinite():
+        raise ValueError(f"the loss became {loss.item()}: take a smaller --lr")
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
 def train(path, batch, settings, optimizers, save):
     """Gradient steps settings["step"] to ["steps"]; saves now and then, and when it is interrupted. True if complete."""
     interrupted = []
@@ -141,17 +157,11 @@ def train(path, batch, settings, optimizers, save):
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = settings["lr"] * share
         kl_weight = settings["kl_weight"] if step >= KL_FROM * steps else 0
-        loss = path_loss(path, batch(step), settings["cos_weight"], kl_weight)
-        if not loss.isfinite():
-            raise ValueError(f"the loss is {loss.item()} in step {step + 1}: take a smaller --lr")
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        loss = train_step(path, batch(step), settings["cos_weight"], kl_weight, optimizers)
         settings["step"], now = step + 1, time.time()
         if now - shown > 5 or step in (first, steps - 1):
             shown, rate = now, (step + 1 - first) / (now - began)
-            print(f"step {step + 1}/{steps}  loss {loss.item():.4f}  {rate * tokens:,.0f} tokens/s  "
+            print(f"step {step + 1}/{steps}  loss {loss:.4f}  {rate * tokens:,.0f} tokens/s  "
                   f"{(steps - step - 1) / rate:.0f} s left", flush=True)
         if interrupted or now - saved > SAVE_EVERY:
             saved = now
@@ -174,40 +184,38 @@ def main():
     parser.add_argument("--dim", type=positive, help="width of the oracle (default: 7/16 of the model's)")
     parser.add_argument("--blocks", type=positive, help=f"blocks of a transformer oracle (default: {DEFAULTS['blocks']})")
     parser.add_argument("--shared", action="store_true", help="one oracle for all spans instead of one for each")
-    parser.add_argument("--cos-weight", type=float, help="weight of 1 - cosine in the loss (default: 0.5)")
-    parser.add_argument("--kl-weight", type=float, help="weight of the KL divergence from GPT-2's own next-token "
-                        "distribution, in the last "
-                        f"{1 - KL_FROM:.0%}% of the steps (default: {DEFAULTS['kl_weight']})")
+    parser.add_argument("--cos-weight", type=non_negative, help="weight of 1 - cosine in the loss (default: 0.5)")
+    parser.add_argument("--kl-weight", type=non_negative, help="weight of the KL divergence from GPT-2's own next-token "
+                        f"distribution, in the last {1 - KL_FROM:.0%}% of the steps (default: {DEFAULTS['kl_weight']})")
     parser.add_argument("--steps", type=positive, help=f"optimizer steps (default: {DEFAULTS['steps']})")
     parser.add_argument("--batch-size", type=positive, help=f"windows in a step (default: {DEFAULTS['batch_size']})")
     parser.add_argument("--context", type=positive, help="tokens in a window (default: the model's, at most 256)")
     parser.add_argument("--lr", type=positive_float, help=f"peak learning rate (default: {DEFAULTS['lr']})")
     parser.add_argument("--seed", type=int, help="of weights and batches (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("oracle.safetensors"), help="the file written (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on with --out, or with the unfinished run beside it; its "
-                        "settings hold; more --steps, and another --lr if given, fine-tune a finished one, optimizers reset")
+    parser.add_argument("--resume", action="store_true", help="go on with the unfinished run beside --out, or with --out; its "
+                        "settings hold but for --steps and --lr: more steps take a finished one on, optimizers reset, as if "
+                        "it came from a run of that many")
     parser.add_argument("--device", type=device, default="cpu", help="where to compute, such as cuda (default: %(default)s)")
     given = vars(parser.parse_args())
     out, where, resume = given.pop("out"), given.pop("device"), given.pop("resume", False)
 
     if out.is_dir():
         raise ValueError(f"--out {out} is a directory: give the name of a file")
-    # an oracle that is there stays until the new one is complete; until then the new one is saved as OUT.unfinished
-    unfinished = Path(f"{out}.unfinished")
+    unfinished = Path(f"{out}.unfinished")              # saved here until it is complete; what is there as --out stays so long
     old = unfinished if unfinished.exists() else out
     before = read_settings(old) if resume else {}
-    in_progress = resume and old == out and before["step"] < before["steps"]
-    target = unfinished if out.exists() and not in_progress else out
     settings = {**DEFAULTS, **before, **given}
-    for name in SHAPE:
-        if resume and name in given and given[name] != before[name]:
-            raise ValueError(f"--resume goes on with {name} = {before[name]}; leave --{name} out, or train anew")
+    for name in before:
+        if settings[name] != before[name] and name not in ("steps", "lr", "model"):
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"--resume goes on with {option} {before[name]}: leave {option} out, or train anew")
     if settings["oracle"] == "linear" and settings["shared"]:
         raise ValueError("--shared needs an oracle that is trained: a linear one is solved for each span by itself")
 
     gpt2, tokenizer = load_gpt2(settings["model"], where)
     settings["context"] = settings["context"] or min(gpt2.config.n_positions, 256)
-    settings["dim"] = settings["dim"] or gpt2.config.n_embd * 7 // 16 // HEADS * HEADS
+    settings["dim"] = settings["dim"] or default_dim(gpt2.config.n_embd)
     if settings["context"] > gpt2.config.n_positions or settings["context"] < 8:
         raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model")
     torch.manual_seed(settings["seed"])
@@ -226,9 +234,7 @@ def main():
     optimizers = new_optimizers(path.oracles)
 
     def save():
-        save_path(target, path, settings, optimizer_tensors(path.oracles, optimizers))
-        if target == out:
-            unfinished.unlink(missing_ok=True)
+        save_path(unfinished, path, settings, optimizer_tensors(path.oracles, optimizers))
 
     if resume:
         restore_optimizers(path.oracles, optimizers, read_tensors(old))
@@ -240,9 +246,11 @@ def main():
         # a shared oracle has a head for each block of the longest span
         spans = [max(range(len(path.spans)), key=lambda n: len(path.spans[n]))] if settings["shared"] else range(len(path.spans))
         for n in spans if settings["step"] == 0 else ():
-            initialise(path, n, sample_windows(training_ids, 32, settings["context"], settings["seed"], -1))
+            first_ids = sample_windows(training_ids, max(1, 8192 // settings["context"]), settings["context"],
+                                       settings["seed"], -1)
+            initialise(path, n, first_ids)
         if not train(path, batch, settings, optimizers, save):
-            print(f"stopped after step {settings['step']}, saved in {target}; "
+            print(f"stopped after step {settings['step']}, saved in {unfinished}; "
                   f"go on with: python train_oracle.py --resume --out {shlex.quote(str(out))}")
             sys.exit(130)
     save_path(out, path, settings)

@@ -26,14 +26,21 @@ def positive(text):
     return int(text)
 
 
-def positive_float(text):
-    """For argparse: a number above 0."""
+def non_negative(text):
+    """For argparse: a number of at least 0."""
     try:
-        if 0 < float(text) < float("inf"):
+        if 0 <= float(text) < float("inf"):
             return float(text)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+
+
+def positive_float(text):
+    """For argparse: a number above 0."""
+    if non_negative(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return float(text)
 
 
 def device(text):

@@ -13,6 +13,8 @@ import time
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from data.cli import Parser, command, positive
+
 
 def flops(function, *args):
     """Floating-point operations of the matrix products and attentions in function(*args), counted as they run."""
@@ -21,8 +23,9 @@ def flops(function, *args):
 
     def product(y, a, b, **kwargs):
         return 2 * math.prod(a) * b[2]
+    # what the counter does not know
     unknown = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention, torch.ops.aten.baddbmm_: product}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=unknown) as counter:    # which does not know them
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=unknown) as counter:
         function(*args)
     return counter.get_total_flops()
 
@@ -45,20 +48,20 @@ def milliseconds(functions, ids, runs=15):
 
 
 def main():
-    from model import GPT2, GPT2Config
+    from model import GPT2, GPT2Config                  # here, for eval_ppl.py imports this file, and train_oracle.py that
     from oracle import default_replay, new_path
-    from train_oracle import DEFAULTS, new_optimizers, path_loss
+    from train_oracle import DEFAULTS, KL_EVERY, default_dim, new_optimizers, train_step
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=15, help="interleaved runs behind each median (%(default)s)")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=positive, default=15, help="interleaved runs behind each median (%(default)s)")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores\n")
 
-    for name, config, dim in (("embedded model", GPT2Config(4096, 256, 192, 12, 6), 84), ("GPT-2 Small", GPT2Config(), 336)):
+    for name, config in (("embedded model", GPT2Config(4096, 256, 192, 12, 6)), ("GPT-2 Small", GPT2Config())):
         torch.manual_seed(0)
         gpt2 = GPT2(config).requires_grad_(False)
         T = config.n_positions
-        path = new_path(gpt2, {**DEFAULTS, "dim": dim})
+        path = new_path(gpt2, {**DEFAULTS, "dim": default_dim(config.n_embd)})
         ids = torch.randint(config.vocab_size, (1, T))
         ways = {"full prefill": lambda ids: path.prefill(ids, replay=T),
                 "path": lambda ids: gpt2.unembed(path.hidden(ids)[:, -1]),
@@ -73,29 +76,27 @@ def main():
             print(f"{way:28}{operation / 1e9:8.2f}{allowed:8.2f}x{ms:9.1f}{speedup:9.2f}x{speedup / allowed:9.0%}")
         print()
 
-        # training: a step against the frozen model's forward pass alone, same batch
+        # training: a step against what it needs of the frozen model, a forward pass over the same batch
         batch = torch.randint(config.vocab_size, (DEFAULTS["batch_size"], 256))
-
         optimizers = new_optimizers(path.oracles)
 
+        @torch.enable_grad()
         def step(ids, kl_weight):
-            with torch.enable_grad():
-                path_loss(path, ids, DEFAULTS["cos_weight"], kl_weight).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            train_step(path, ids, DEFAULTS["cos_weight"], kl_weight, optimizers)
 
         def forward(ids):
-            gpt2.run(gpt2.embed(ids), 0, path.spans[-1].stop)
-        ways = {"forward pass of GPT-2 alone, blocks 0 to 9": forward,
+            return gpt2.run(gpt2.embed(ids), 0, path.spans[-1].stop)
+        ways = {"blocks 0 to 9 of GPT-2 forward, alone": forward,
                 "a training step": lambda ids: step(ids, 0),
+                "all of GPT-2 forward, alone (every fourth logit)":
+                    lambda ids: gpt2.unembed(gpt2.run(forward(ids), path.spans[-1].stop, config.n_layer)[:, ::KL_EVERY]),
                 "a training step with the KL term": lambda ids: step(ids, DEFAULTS["kl_weight"])}
-        times = milliseconds(ways.values(), batch, max(3, args.runs // 3))
+        times = milliseconds(ways.values(), batch, max(5, args.runs // 3))
         print(f"training, {name}'s shape, batch of {batch.shape[0]} x {batch.shape[1]}")
-        for way, ms in zip(ways, times):
-            print(f"{way:46}{1000 * batch.numel() / ms:9,.0f} tokens/s{times[0] / ms:8.0%}")
+        for n, (way, ms) in enumerate(zip(ways, times)):
+            print(f"{way:50}{1000 * batch.numel() / ms:9,.0f} tokens/s{times[n // 2 * 2] / ms:8.0%}")
         print(flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -1,7 +1,8 @@
 """The README's ladder and frontier, trained, measured and drawn again:  pip install matplotlib && python -m data.frontier
 
 Each oracle is the outcome of one train_oracle.py command, which is printed. Those that are already in --out are not trained
-again, so a run that was cut goes on. It writes the figures (frontier.json) and the picture (frontier.svg) into --out.
+again, so a run that was cut goes on; after a change of the recipe, take another --out. The figures (frontier.json) and the
+picture (frontier.svg) go there too.
 """
 
 import argparse
@@ -11,9 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
-from data.cli import command, show
+from data.cli import Parser, command, show
 from data.corpus import load_tokens
 from data.cost import flops
 from data.files import replace_file
@@ -26,7 +25,7 @@ LADDER = {"one least-squares matrix": "--oracle linear", "mlp": "--oracle mlp --
           "transformer, long run": "--steps 12000 --kl-weight 1"}
 SHORT = " --steps 1000"     # the frontier compares oracles of one short run each
 SIZES = {f"dim {dim}": f"--dim {dim}" + SHORT for dim in (42, 84, 168)}
-SKIPS = {f"skip {skip}": f"--skip {skip}" + SHORT for skip in ("5-6", "3-8", "1-10", "1-4,7-10")}
+SKIPS = {f"skip {skip}": f"--skip {skip} --dim 84" + SHORT for skip in ("5-6", "3-8", "1-10", "1-4,7-10")}
 CONTEXTS = (256, 64)        # tokens in a window; the oracles are trained on windows of the model's context
 COLUMNS = [("name", "oracle", "{}"), ("skip", "skip", "{}"), ("compute", "compute", "{:.1%}"),
            ("nothing_256", "nothing, 256", "{:.2f}"), ("ratio_256", "ratio, 256", "{:.3f}"), ("cosine_256", "cosine", "{:.4f}"),
@@ -34,18 +33,16 @@ COLUMNS = [("name", "oracle", "{}"), ("skip", "skip", "{}"), ("compute", "comput
 
 
 def train(model, file, flags):
-    """Runs train_oracle.py unless the file is there, finished; goes on with one that was cut."""
-    arguments = ["train_oracle.py", *flags, "--model", model, "--out", str(file)]
+    """Runs train_oracle.py unless the file is there; goes on with a run that was cut."""
     if file.exists():
-        settings = read_settings(file)
-        if settings["step"] == settings["steps"]:
-            return
-        arguments = ["train_oracle.py", "--resume", "--out", str(file)]
+        return
+    cut = Path(f"{file}.unfinished").exists()
+    arguments = ["train_oracle.py", *(["--resume"] if cut else [*flags, "--model", model]), "--out", str(file)]
     print("python", shlex.join(arguments), flush=True)
-    subprocess.run([sys.executable, *arguments], check=True)
+    if subprocess.run([sys.executable, *arguments]).returncode:
+        raise ValueError("this command failed")
 
 
-@torch.no_grad()
 def measure(model, files):
     """{name: oracle file} -> a row of figures for each, on windows of 256 and of 64 held-out tokens."""
     gpt2, tokenizer = load_gpt2(model)
@@ -95,7 +92,7 @@ def draw(rows, file):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="data/mini", help="directory of the GPT-2, of 12 blocks (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("frontier"), help="directory (%(default)s)")
     args = parser.parse_args()

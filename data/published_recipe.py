@@ -42,7 +42,7 @@ class PublishedOracle(nn.Module):
         return self.up(self.encoder(self.down(x), mask=mask, is_causal=self.causal))
 
     def states(self, x, features, start):
-        return torch.stack([x] * (-start - 1) + [self(x)])          # it knows nothing of the states between
+        return self(x)[None]        # the span's output; it knows nothing of the states between
 
 
 def main():
@@ -60,6 +60,8 @@ def main():
     span, *more = parse_skip(args.skip, gpt2.config.n_layer)
     if more:
         raise ValueError(f"--skip {args.skip}: the published recipe skips one span")
+    if args.dim % 4:
+        raise ValueError(f"--dim {args.dim} is not divisible by the recipe's 4 attention heads: take a multiple")
     torch.manual_seed(args.seed)
     oracle = PublishedOracle(gpt2.config.n_embd, args.dim, args.causal)
     samples = sample_windows(training_ids, SAMPLES, TOKENS, args.seed, step=0)

@@ -154,7 +154,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_weights(run, training, trained, 
     else:
         assert done.returncode == -signal.SIGKILL
         resume = ["--resume", "--out", out]
-    saved = [file for file in tmp_path.iterdir() if file != out and file.suffix != ".part"] if existing else [out]
+    saved = [file for file in tmp_path.iterdir() if file.suffix != ".part" and not (existing and file == out)]
     assert len(saved) == 1 and 0 < read_settings(saved[0])["step"] < STEPS              # it was cut midway
     assert run(train_oracle, *resume)[0] == 0
     assert_same_weights(out, trained[0])
@@ -271,11 +271,12 @@ TRAINING_TROUBLE = [
     (["--resume"], "oracle.safetensors"), (["--resume", "--out", "nowhere"], "nowhere"),
     (["--resume", "--out", "{bad}/truncated.safetensors"], "truncated"),
     (["--resume", "--out", "{oracle}"], "--steps"), (["--resume", "--out", "{oracle}", "--skip", "1-2"], "2-3"),
-    (["--resume", "--out", "{oracle}", "--dim", "16"], "dim = 8"),
+    (["--resume", "--out", "{oracle}", "--dim", "16"], "--dim 8"),
+    (["--resume", "--out", "{oracle}", "--text", "docs"], "--text"),
     (["--resume", "--out", "{oracle}", "--model", "{other}", "--steps", "99"], "another model")]
 EVALUATION_TROUBLE = [
     (["nowhere.safetensors"], "nowhere.safetensors"), (["{bad}/truncated.safetensors"], "truncated"),
-    (["{bad}/empty.txt"], "empty.txt"), (["{model}/model.safetensors"], "not an oracle"),
+    (["{bad}/empty.txt"], "empty.txt"), (["{model}/model.safetensors"], "no oracle"),
     (["{oracle}", "--model", "{other}"], "another model"), (["{oracle}", "--model", "nowhere"], "nowhere"),
     (["{oracle}", "--text", "nowhere.txt"], "nowhere.txt"), (["{oracle}", "--text", "{bad}"], "directory"),
     (["{oracle}", "--text", "{bad}/empty.txt"], "empty"), (["{oracle}", "--text", "{bad}/short.txt"], "tokens"),

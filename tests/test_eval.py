@@ -20,7 +20,7 @@ def gpt2():
 
 
 def random_path(gpt2, skip="2-4", kind="transformer"):
-    path = new_path(gpt2, {"skip": skip, "oracle": kind, "dim": 16, "blocks": 2, "shared": False})
+    path = new_path(gpt2, {"skip": skip, "oracle": kind, "dim": 16, "blocks": 2, "heads": 2, "shared": False})
     randomize(path.oracles)
     return path.requires_grad_(False)
 

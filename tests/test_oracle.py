@@ -16,7 +16,7 @@ from train_oracle import fit_linear, initialise, path_loss, set_first, state_los
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 SKIPS = ["2-4", "3-3", "1-2,4-4", "0-5"]
-SETTINGS = {"model": "tiny", "skip": "2-4", "oracle": "transformer", "dim": 16, "blocks": 2, "shared": False,
+SETTINGS = {"model": "tiny", "skip": "2-4", "oracle": "transformer", "dim": 16, "blocks": 2, "heads": 2, "shared": False,
             "cos_weight": 0.5, "kl_weight": 0.0, "text": "docs", "context": 16, "step": 0, "steps": 1}
 
 
@@ -95,14 +95,14 @@ def test_a_changed_token_changes_no_earlier_logits(gpt2, kind, skip, shared):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_untrained_oracle_predicts_no_change(kind):
-    x, oracle = torch.randn(2, 7, 24), Oracle(kind, 24, 3, dim=16)
+    x, oracle = torch.randn(2, 7, 24), Oracle(kind, 24, 3, 16, 2, 2)
     assert torch.equal(oracle(x), x)
     assert all(torch.equal(state, x) for state in oracle.states(x, oracle.trunk(x), -3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_state_has_weights_of_its_own_and_the_last_is_forward(kind):
-    x, oracle = torch.randn(2, 7, 24), Oracle(kind, 24, 3, dim=16)
+    x, oracle = torch.randn(2, 7, 24), Oracle(kind, 24, 3, 16, 2, 2)
     randomize(oracle)
     states = oracle.states(x, oracle.trunk(x), -3)
     assert [state.shape for state in states] == [x.shape] * 3
@@ -113,7 +113,7 @@ def test_each_state_has_weights_of_its_own_and_the_last_is_forward(kind):
 
 
 def test_a_linear_oracle_is_linear_and_adds_a_constant_at_position_0():
-    oracle, (x, y) = Oracle("linear", 24, 1), torch.randn(2, 3, 7, 24)
+    oracle, (x, y) = Oracle("linear", 24, 1, 16, 2, 2), torch.randn(2, 3, 7, 24)
     randomize(oracle)
     with torch.no_grad():
         assert_close(oracle(0.3 * x + 0.7 * y), 0.3 * oracle(x) + 0.7 * oracle(y), **CLOSE)
@@ -174,7 +174,7 @@ def test_a_truncated_file_is_refused(saved, gpt2, keep):
 def test_a_file_that_is_no_oracle_is_refused(saved, gpt2, metadata):
     save_file({"x": torch.zeros(1)}, saved, metadata)
     for read in (read_settings, lambda file: load_path(file, gpt2)):
-        with pytest.raises(ValueError, match="not an oracle"):
+        with pytest.raises(ValueError, match="no oracle"):
             read(saved)
 
 

@@ -30,7 +30,7 @@ def exact_path(gpt2, skip="2-4"):
 
 
 def random_path(gpt2, kind="transformer", skip="2-4", shared=False):
-    path = new_path(gpt2, {"skip": skip, "oracle": kind, "dim": 16, "blocks": 2, "shared": shared})
+    path = new_path(gpt2, {"skip": skip, "oracle": kind, "dim": 16, "blocks": 2, "heads": 2, "shared": shared})
     randomize(path.oracles)
     return path.requires_grad_(False)
 
