@@ -24,8 +24,6 @@ from oracle import default_replay, load_path, plain_skip, read_settings, true_st
 SHIPPED = Path(__file__).parent / "data" / "mini" / "oracle.safetensors"
 
 
-# ---- losses ----
-
 def token_losses(logits, targets):
     """logits (B, N, V), targets (B, N) -> the loss of each token in nats, (B, N); perplexity is exp of their mean."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
@@ -65,15 +63,19 @@ def evaluate(gpt2, paths, ids, context):
 
 def prefills(path, replay):
     """{name: function of prompt ids -> (logits, KV cache)}: the ways to read a prompt that are compared."""
+    skipped = {i for span in path.spans for i in span}
+
     def no_cache(ids):
         logits, cache = path.prefill(ids, 0)
-        return logits, [LayerCache() if any(i in span for span in path.spans) else c for i, c in enumerate(cache)]
+        return logits, [LayerCache() if i in skipped else c for i, c in enumerate(cache)]
 
-    return {"original": lambda ids: path.prefill(ids, replay=ids.shape[1]),
-            "oracle prefill": lambda ids: path.prefill(ids, replay),
-            "oracle prefill, no replay": lambda ids: path.prefill(ids, 0),
-            "prefill with nothing": lambda ids: plain_skip(path.gpt2, path.spans).prefill(ids, replay),
-            "no cache in the skipped blocks": no_cache}
+    reads = {"original": lambda ids: path.prefill(ids, replay=ids.shape[1]),
+             "oracle prefill": lambda ids: path.prefill(ids, replay),
+             "oracle prefill, no replay": lambda ids: path.prefill(ids, 0),
+             "prefill with nothing": lambda ids: plain_skip(path.gpt2, path.spans).prefill(ids, replay)}
+    if len(skipped) < path.gpt2.config.n_layer:         # else no cache would be left at all
+        reads["no cache in the skipped blocks"] = no_cache
+    return reads
 
 
 @torch.no_grad()
@@ -97,15 +99,14 @@ def continuations(path, ids, prompt, length, replay):
     return {name: torch.cat(parts) for name, parts in losses.items()}
 
 
-# ---- tables ----
-
 def path_rows(gpt2, named_paths, ids, context):
     """Rows of the first table: the original, the same blocks skipped with nothing in their place, each path."""
     skips, names, paths = [], ["original"], []
+    several = any(path.spans != named_paths[0][1].spans for _, path in named_paths)
     for name, path in named_paths:
         if path.spans not in skips:             # once for each pattern
             skips.append(path.spans)
-            names.append("skip")
+            names.append("skip" + several * f" {','.join(f'{span.start}-{span.stop - 1}' for span in path.spans)}")
             paths.append(plain_skip(gpt2, path.spans))
         names.append(name)
         paths.append(path)

@@ -44,8 +44,8 @@ def parse_skip(pattern, n_layer):
 class Oracle(nn.Module):
     """Predicts, from the input x of a span of skipped blocks, the S hidden states, one behind each block.
 
-    A trunk (causal, shared by all predictions) turns x (B, T, C) into features (B, T, F), and a head for each state adds
-    to x what the blocks would have added:  x * scale + (features @ up + bias) * unit.  So an untrained oracle predicts no
+    A trunk (causal, shared by all predictions) turns x (B, T, C) into features (B, T, F), and a head for each state scales
+    x and adds what the blocks would have added:  x * scale + (features @ up + bias) * unit.  So an untrained oracle predicts no
     change. `unit` is fixed before training: the size of the change in each dimension, so that one learning rate fits all.
     The last state is the span's output, where the late blocks resume. The others, the inputs of the skipped blocks after
     the first, serve the KV cache alone. `first` is added at position 0, whose state in GPT-2 is a huge constant that the
@@ -70,8 +70,9 @@ class Oracle(nn.Module):
         self.first = nn.Parameter(torch.zeros(n_states, n_embd))
 
     def states(self, x, features, start, stop=None):
-        """x (B, T, C), features = trunk(x) -> the states that heads [start:stop] predict, (N, B, T, C); T counts from a text's
-        first token. From the end, -1 predicts the output of any span, -n that of the first block in a span of n.
+        """x (B, T, C) from a text's first token on, features = trunk(x) -> the states of heads [start:stop], (N, B, T, C).
+
+        Heads are counted from the end: -1 predicts what leaves a span, -n what leaves the first block of a span of n.
         """
         B, T, _ = x.shape
         parts = self.scale, self.up, self.bias, self.unit, self.first

@@ -105,7 +105,7 @@ def initialise(path, n, ids):
 
 @torch.no_grad()
 def fit_linear(path, batch, steps):
-    """Least squares in closed form: each head gets the matrix and bias of the smallest relative error over the text.
+    """Least squares in closed form: each head gets the matrix and bias of the smallest relative error over `steps` batches.
 
     One span after the other, since what enters a span depends on the oracles before it. Position 0 is set_first's.
     """
@@ -204,6 +204,8 @@ def main():
         raise ValueError(f"--out {out} is a directory: give the name of a file")
     unfinished = Path(f"{out}.unfinished")              # saved here until it is complete; what is there as --out stays so long
     old = unfinished if unfinished.exists() else out
+    if unfinished.exists() and not resume:
+        raise ValueError(f"{unfinished} holds a run that was cut: go on with --resume, or delete it")
     before = read_settings(old) if resume else {}
     settings = {**DEFAULTS, **before, **given}
     for name in before:
@@ -245,10 +247,9 @@ def main():
     else:
         # a shared oracle has a head for each block of the longest span
         spans = [max(range(len(path.spans)), key=lambda n: len(path.spans[n]))] if settings["shared"] else range(len(path.spans))
+        windows = max(1, 8192 // settings["context"])
         for n in spans if settings["step"] == 0 else ():
-            first_ids = sample_windows(training_ids, max(1, 8192 // settings["context"]), settings["context"],
-                                       settings["seed"], -1)
-            initialise(path, n, first_ids)
+            initialise(path, n, sample_windows(training_ids, windows, settings["context"], settings["seed"], -1))
         if not train(path, batch, settings, optimizers, save):
             print(f"stopped after step {settings['step']}, saved in {unfinished}; "
                   f"go on with: python train_oracle.py --resume --out {shlex.quote(str(out))}")

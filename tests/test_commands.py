@@ -156,6 +156,8 @@ def test_a_run_that_was_cut_goes_on_to_the_same_weights(run, training, trained, 
         resume = ["--resume", "--out", out]
     saved = [file for file in tmp_path.iterdir() if file.suffix != ".part" and not (existing and file == out)]
     assert len(saved) == 1 and 0 < read_settings(saved[0])["step"] < STEPS              # it was cut midway
+    status, _, message = run(train_oracle, *training, "--out", out)                     # not to be overwritten by mistake
+    assert status == 2 and "--resume" in message and message.count("\n") == 1
     assert run(train_oracle, *resume)[0] == 0
     assert_same_weights(out, trained[0])
     assert [file for file in tmp_path.iterdir() if file.suffix != ".part"] == [out]

@@ -102,6 +102,18 @@ def test_cosine_and_mse_are_of_the_states_behind_the_spans(gpt2):
     assert figures[0]["cosine"] == 1 and figures[0]["mse"] == 0
 
 
+def test_each_pattern_has_a_row_with_nothing_in_its_place_and_its_name(gpt2):
+    paths = [(skip, random_path(gpt2, skip)) for skip in ("2-4", "1-2,4-4", "2-4")]
+    rows = path_rows(gpt2, paths, random_ids(1, 70)[0], 16)
+    assert [row["path"] for row in rows] == ["original", "skip 2-4", "2-4", "skip 1-2,4-4", "1-2,4-4", "2-4"]
+
+
+def test_without_any_block_left_there_is_no_prefill_without_their_cache(gpt2):
+    ids = random_ids(1, 40)[0]
+    assert "no cache in the skipped blocks" not in continuations(random_path(gpt2, "0-5"), ids, 14, 6, 5)
+    assert "no cache in the skipped blocks" in continuations(random_path(gpt2, "0-4"), ids, 14, 6, 5)
+
+
 def test_rows_of_the_first_table(gpt2):
     ids, spans = random_ids(1, 70)[0], parse_skip("1-2,4-4", 6)
     exact = PathOracle(gpt2, spans, [Exact(gpt2, span) for span in spans])

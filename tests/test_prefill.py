@@ -172,6 +172,11 @@ def test_an_empty_prompt_is_refused(gpt2, replay):
         random_path(gpt2).prefill(random_ids(1, 0), replay)
 
 
+def test_a_replay_below_0_is_refused(gpt2, ids):
+    with pytest.raises(ValueError, match="replayed"):
+        random_path(gpt2).prefill(ids, -1)
+
+
 # ---- greedy decoding ----
 
 def greedy(logits_of, ids, n):
