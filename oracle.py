@@ -172,7 +172,7 @@ class PathOracle(nn.Module):
 
 
 def default_replay(n_prompt):
-    """A sixth of the tokens of a prompt, rounded up to a multiple of 8: small matrix products are quickest in these."""
+    """A sixth of the tokens of a prompt, rounded up to a multiple of 8."""
     return -(-n_prompt // 48) * 8
 
 
