@@ -125,9 +125,11 @@ def continuation_rows(path, ids, prompt, length, replay):
     """Rows of the second table: windows of `prompt` tokens to read and `length` to score."""
     losses = continuations(path, ids, prompt, length, replay)
     reads = {**prefills(path, replay), "path throughout": lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])}
-    reads["no cache in the skipped blocks"] = reads["path throughout"]          # prefills makes that cache to throw it away
-    times = dict(zip(reads, milliseconds(reads.values(), ids[None, :prompt])))
+    reads.pop("no cache in the skipped blocks", None)               # prefills makes that cache to throw it away: its cost
+    times = dict(zip(reads, milliseconds(reads.values(), ids[None, :prompt])))              # is that of path throughout
     operations = {name: flops(read, ids[None, :prompt]) for name, read in reads.items()}
+    for cost in times, operations:
+        cost["no cache in the skipped blocks"] = cost["path throughout"]
     n_layer, skipped = path.gpt2.config.n_layer, sum(map(len, path.spans))
     rows = []
     for name in sorted(losses, key=lambda name: losses[name].mean()):

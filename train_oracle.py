@@ -138,7 +138,7 @@ def train_step(path, ids, cos_weight, kl_weight, optimizers):
     """One step on ids (B, T) -> its loss; ValueError where that is not finite."""
     loss = path_loss(path, ids, cos_weight, kl_weight)
     if not loss.isfinite():
-        raise ValueError(f"the loss became {loss.item()}: take a smaller --lr")
+        raise ValueError(f"the loss became {loss.item()}: --resume with a smaller --lr, or delete what is saved and train anew")
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()

@@ -128,6 +128,14 @@ def test_every_kind_of_oracle_can_be_trained_and_judged(run, training, options):
     assert status == 0 and "oracle prefill" in out
 
 
+def test_a_run_that_diverges_can_be_gone_on_with(run, training, trained):
+    status, out, err = run(train_oracle, *training, "--lr", 1e38)
+    assert status == 2 and err.count("\n") == 1 and "--lr" in err and "saved in" not in out
+    assert not Path("oracle.safetensors").exists()              # and what is saved is from before
+    assert run(train_oracle, "--resume", "--lr", train_oracle.DEFAULTS["lr"])[0] == 0
+    assert_same_weights("oracle.safetensors", trained[0])
+
+
 @pytest.mark.parametrize("module", [train_oracle, eval_ppl])
 def test_help_names_the_defaults(run, module):
     status, out, err = run(module, "--help")
