@@ -135,11 +135,10 @@ def continuation_rows(path, ids, prompt, length, replay):
     for name in sorted(losses, key=lambda name: losses[name].mean()):
         ppl, early = losses[name].mean().exp().item(), losses[name][:, :16].mean().exp().item()
         run = {"original": n_layer, "no prompt": 0}.get(name, n_layer - skipped)
-        row = {"path": name, "blocks_run": run, "compute": operations.get(name, 0) / operations["original"], "ppl": ppl,
-               "ratio": ppl / losses["original"].mean().exp().item(), "first_16_ppl": early,
-               "first_16_ratio": early / losses["original"][:, :16].mean().exp().item(), "cosine": None, "mse": None,
-               "prefill_ms": times.get(name), "speedup": times["original"] / times[name] if name in times else None}
-        rows.append(row)
+        rows.append({"path": name, "blocks_run": run, "compute": operations.get(name, 0) / operations["original"], "ppl": ppl,
+                     "ratio": ppl / losses["original"].mean().exp().item(), "first_16_ppl": early,
+                     "first_16_ratio": early / losses["original"][:, :16].mean().exp().item(), "cosine": None, "mse": None,
+                     "prefill_ms": times.get(name), "speedup": times["original"] / times[name] if name in times else None})
     return rows
 
 

@@ -31,8 +31,6 @@ def load_gpt2(model, device="cpu"):
     return gpt2, tokenizer
 
 
-# ---- config.json ----
-
 def load_config(directory):
     """GPT2Config of config.json; refuses a setting that model.py does not implement, by its name."""
     path = Path(directory) / "config.json"
@@ -64,8 +62,6 @@ def load_config(directory):
         raise ValueError(f"{path}: n_embd = {sizes['n_embd']} is not divisible by n_head = {sizes['n_head']}")
     return GPT2Config(**sizes)
 
-
-# ---- model.safetensors ----
 
 def load_weights(directory, config):
     """GPT2 with the weights of model.safetensors, or of the shards that model.safetensors.index.json lists."""

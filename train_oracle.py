@@ -183,6 +183,7 @@ def main():
     parser.add_argument("--oracle", choices=KINDS, help="kind of oracle; linear is solved, not trained (default: transformer)")
     parser.add_argument("--dim", type=positive, help="width of the oracle (default: 7/16 of the model's)")
     parser.add_argument("--blocks", type=positive, help=f"blocks of a transformer oracle (default: {DEFAULTS['blocks']})")
+    parser.add_argument("--heads", type=positive, help=f"attention heads of each (default: {DEFAULTS['heads']})")
     parser.add_argument("--shared", action="store_true", help="one oracle for all spans instead of one for each")
     parser.add_argument("--cos-weight", type=non_negative, help="weight of 1 - cosine in the loss (default: 0.5)")
     parser.add_argument("--kl-weight", type=non_negative, help="weight of the KL divergence from GPT-2's own next-token "
