@@ -150,7 +150,7 @@ def main():
     parser.add_argument("--text", help="docs, wikitext-2 or a text file (default: what the first oracle was trained on)")
     parser.add_argument("--context", type=positive, help="tokens in a window (default: as in training of the first oracle)")
     parser.add_argument("--replay", type=int, help="how many of a prompt's last tokens the full model reads (default: a sixth "
-                        "of the prompt)")
+                        "of the prompt, rounded up to a multiple of 8)")
     parser.add_argument("--prompt", help="show the greedy continuation of this text by each path instead of the tables")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--device", type=device, default="cpu", help="where to compute, such as cuda (default: %(default)s)")

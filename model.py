@@ -41,7 +41,7 @@ class LayerCache:
         self.k, self.v = (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)) if len(self) else (k, v)
 
     def truncate(self, n):
-        """Forgets all but the first n tokens."""
+        """Forgets all but the first n tokens, as a decoder must that had guessed further ones wrongly."""
         if len(self) > n:
             self.k, self.v = self.k[:, :, :n], self.v[:, :, :n]
 

@@ -48,8 +48,8 @@ class Oracle(nn.Module):
     x and adds what the blocks would have added:  x * scale + (features @ up + bias) * unit.  So an untrained oracle predicts no
     change. `unit` is fixed before training: the size of the change in each dimension, so that one learning rate fits all.
     The last state is the span's output, where the late blocks resume. The others, the inputs of the skipped blocks after
-    the first, serve the KV cache alone. `first` is added at position 0, whose state in GPT-2 is a huge constant that the
-    later tokens use as a place to attend to (Sun et al. 2024, "Massive Activations in Large Language Models").
+    the first, serve the KV cache alone. `first` is added at position 0, whose state in OpenAI's GPT-2 is a huge constant
+    that the later tokens use as a place to attend to (Sun et al. 2024, "Massive Activations in Large Language Models").
     """
 
     def __init__(self, kind, n_embd, n_states, dim, blocks, n_head):
@@ -172,7 +172,7 @@ class PathOracle(nn.Module):
 
 
 def default_replay(n_prompt):
-    """A sixth of the tokens of a prompt, rounded up to a multiple of 8."""
+    """A sixth of the tokens of a prompt, rounded up to a multiple of 8: of up to 8 tokens, all."""
     return -(-n_prompt // 48) * 8
 
 
@@ -207,7 +207,7 @@ def save_path(file, path, settings, further_tensors={}):
 
 def read_settings(file):
     """The settings that an oracle was trained with; raises ValueError where the file is none of ours."""
-    read_tensors(file)
+    read_tensors(file)                                          # has a better word for what is missing or damaged
     try:
         settings = json.loads(read_metadata(file)["pathoracle"])
         for name in ("skip", "oracle", "dim", "blocks", "heads", "shared", "model", "text", "context", "step", "steps",

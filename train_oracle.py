@@ -24,17 +24,17 @@ from oracle import KINDS, load_path, new_path, read_settings, save_path, true_st
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
 KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
-KV_EVERY = 8                # those are compared at every eighth position, and the next-token distributions at every
-KL_EVERY = 4                # fourth, which is much cheaper
+KV_EVERY = 8                # those are compared at every eighth position: as good as all of them, and much cheaper
+KL_EVERY = 4                # likewise, the next-token distributions at every fourth
 KL_FROM = 0.7               # share of the steps before the KL term joins: first the states, then what they are for
 DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 1, "heads": 2,
             "shared": False, "cos_weight": 0.5, "kl_weight": 0.6, "steps": 3000, "batch_size": 2, "context": None,
             "lr": 1.5e-2, "seed": 0, "step": 0}
 
 
-def default_dim(n_embd):
+def default_dim(n_embd, heads):
     """Width of an oracle: with one block, a transformer has then 2.5% of the parameters of the 8 blocks that it replaces."""
-    return n_embd * 7 // 16 // DEFAULTS["heads"] * DEFAULTS["heads"]
+    return max(1, n_embd * 7 // 16 // heads) * heads
 
 
 def walk(path, ids, stop):
@@ -52,8 +52,8 @@ def walk(path, ids, stop):
 def state_loss(predicted, true, cos_weight):
     """(..., T, C) twice -> squared error + cos_weight * (1 - cosine) of each token, averaged.
 
-    The squared error is relative to the square of the token's true state: GPT-2's state at position 0 is a hundred times
-    the others (Oracle has more on it), and would dominate a plain mean.
+    The squared error is relative to the square of the token's true state: in OpenAI's GPT-2 that of position 0 is tens of
+    times the others (Oracle has more on it), and would dominate a plain mean.
     """
     error = ((predicted - true).square().sum(dim=-1) / true.square().sum(dim=-1)).mean()
     if cos_weight:
@@ -180,23 +180,25 @@ def main():
                         "gpt2-xl, distilgpt2 (default: data/mini, which ships with the project)")
     parser.add_argument("--text", help="docs (of the installed Python, NumPy and PyTorch), wikitext-2, or a text file "
                         "(default: docs)")
-    parser.add_argument("--oracle", choices=KINDS, help="kind of oracle; linear is solved, not trained (default: transformer)")
-    parser.add_argument("--dim", type=positive, help="width of the oracle (default: 7/16 of the model's)")
+    parser.add_argument("--oracle", choices=KINDS, help="kind of oracle; linear is solved, not trained: of the options on "
+                        "sizes and losses it uses none (default: transformer)")
+    parser.add_argument("--dim", type=positive, help="width of the oracle (default: 7/16 of the model's, in whole --heads)")
     parser.add_argument("--blocks", type=positive, help=f"blocks of a transformer oracle (default: {DEFAULTS['blocks']})")
     parser.add_argument("--heads", type=positive, help=f"attention heads of each (default: {DEFAULTS['heads']})")
     parser.add_argument("--shared", action="store_true", help="one oracle for all spans instead of one for each")
     parser.add_argument("--cos-weight", type=non_negative, help="weight of 1 - cosine in the loss (default: 0.5)")
     parser.add_argument("--kl-weight", type=non_negative, help="weight of the KL divergence from GPT-2's own next-token "
                         f"distribution, in the last {1 - KL_FROM:.0%}% of the steps (default: {DEFAULTS['kl_weight']})")
-    parser.add_argument("--steps", type=positive, help=f"optimizer steps (default: {DEFAULTS['steps']})")
+    parser.add_argument("--steps", type=positive, help=f"optimizer steps; for linear, batches it is solved over (default: "
+                        f"{DEFAULTS['steps']})")
     parser.add_argument("--batch-size", type=positive, help=f"windows in a step (default: {DEFAULTS['batch_size']})")
     parser.add_argument("--context", type=positive, help="tokens in a window (default: the model's, at most 256)")
     parser.add_argument("--lr", type=positive_float, help=f"peak learning rate (default: {DEFAULTS['lr']})")
     parser.add_argument("--seed", type=int, help="of weights and batches (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("oracle.safetensors"), help="the file written (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with the unfinished run beside --out, or with --out; its "
-                        "settings hold but for --steps and --lr: more steps take a finished one on, optimizers reset, as if "
-                        "it came from a run of that many")
+                        "settings hold but for --steps, --lr, --model and --device: more steps take a finished one on, "
+                        "optimizers reset, as if it came from a run of that many")
     parser.add_argument("--device", type=device, default="cpu", help="where to compute, such as cuda (default: %(default)s)")
     given = vars(parser.parse_args())
     out, where, resume = given.pop("out"), given.pop("device"), given.pop("resume", False)
@@ -218,7 +220,7 @@ def main():
 
     gpt2, tokenizer = load_gpt2(settings["model"], where)
     settings["context"] = settings["context"] or min(gpt2.config.n_positions, 256)
-    settings["dim"] = settings["dim"] or default_dim(gpt2.config.n_embd)
+    settings["dim"] = settings["dim"] or default_dim(gpt2.config.n_embd, settings["heads"])
     if settings["context"] > gpt2.config.n_positions or settings["context"] < 8:
         raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model")
     torch.manual_seed(settings["seed"])

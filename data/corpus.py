@@ -140,7 +140,7 @@ def literals(path):
 
 
 def drop_copies(heldout, train):
-    """The held-out documents of which at most a fifth of the 8-word runs occur in a training document."""
+    """The held-out documents of which at most a fifth of the 8-word runs occur in the training documents."""
     def runs(document):
         words = document.split()
         return {" ".join(words[i:i + RUN]) for i in range(max(1, len(words) - RUN + 1))}

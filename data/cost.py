@@ -61,7 +61,7 @@ def main():
         torch.manual_seed(0)
         gpt2 = GPT2(config).requires_grad_(False)
         T = config.n_positions
-        path = new_path(gpt2, {**DEFAULTS, "dim": default_dim(config.n_embd)})
+        path = new_path(gpt2, {**DEFAULTS, "dim": default_dim(config.n_embd, DEFAULTS["heads"])})
         ids = torch.randint(config.vocab_size, (1, T))
         ways = {"full prefill": lambda ids: path.prefill(ids, replay=T),
                 "path": lambda ids: gpt2.unembed(path.hidden(ids)[:, -1]),

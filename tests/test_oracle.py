@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from oracle import (KINDS, Nothing, Oracle, PathOracle, load_path, new_path, parse_skip, read_settings, save_path,
                     true_states)
-from train_oracle import fit_linear, initialise, path_loss, set_first, state_loss
+from train_oracle import default_dim, fit_linear, initialise, path_loss, set_first, state_loss
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 SKIPS = ["2-4", "3-3", "1-2,4-4", "0-5"]
@@ -121,6 +121,11 @@ def test_a_linear_oracle_is_linear_and_adds_a_constant_at_position_0():
     assert_close(difference[:, 1:6], torch.zeros(3, 5, 24), **CLOSE)
     assert_close(difference[:, 0], difference[:1, 0].expand(3, 24), **CLOSE)
     assert difference[0, 0].norm() > 0.5
+
+
+@pytest.mark.parametrize("n_embd, heads, dim", [(192, 2, 84), (768, 2, 336), (192, 5, 80), (192, 8, 80), (4, 8, 8)])
+def test_the_default_width_is_7_sixteenths_in_whole_heads(n_embd, heads, dim):
+    assert default_dim(n_embd, heads) == dim
 
 
 def test_parameters_are_counted_once(gpt2):

@@ -1,4 +1,4 @@
-"""What ships: the embedded model and its oracle, and the two commands of the README."""
+"""What ships: the embedded model and its oracle, and the README."""
 
 import logging
 from pathlib import Path
