@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.cli import PATH_COLUMNS, Parser, command, device, non_negative, positive, positive_float, progress, show
+from data.cli import PATH_COLUMNS, Parser, command, device, non_negative, positive, positive_float, progress, seed, show
 from data.corpus import load_tokens, sample_windows
 from data.files import optimizer_tensors, restore_optimizers
 from eval_ppl import path_rows
@@ -194,7 +194,7 @@ def main():
     parser.add_argument("--batch-size", type=positive, help=f"windows in a step (default: {DEFAULTS['batch_size']})")
     parser.add_argument("--context", type=positive, help="tokens in a window (default: the model's, at most 256)")
     parser.add_argument("--lr", type=positive_float, help=f"peak learning rate (default: {DEFAULTS['lr']})")
-    parser.add_argument("--seed", type=int, help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=seed, help="of weights and batches (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("oracle.safetensors"), help="the file written (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with the unfinished run beside --out, or with --out; its "
                         "settings hold but for --steps, --lr, --model and --device: more steps take a finished one on, "

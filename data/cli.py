@@ -26,6 +26,13 @@ def positive(text):
     return int(text)
 
 
+def seed(text):
+    """For argparse: a seed, which random generators hold in 32 bits."""
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {(1 << 32) - 1}")
+    return int(text)
+
+
 def non_negative(text):
     """For argparse: a number of at least 0."""
     try:

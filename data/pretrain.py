@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.cli import Parser, command, positive
+from data.cli import Parser, command, positive, seed
 from data.corpus import load_text, load_tokens, sample_windows
 from data.files import optimizer_tensors, restore_optimizers, save_tensors
 from data.tokenizer import EOT, load_tokenizer
@@ -76,7 +76,7 @@ def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=positive, default=1800, help="optimizer steps (%(default)s)")
     parser.add_argument("--batch-size", type=positive, default=16, help="windows a step (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of weights and batches (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("my-mini"), help="directory (%(default)s)")
     args = parser.parse_args()
 

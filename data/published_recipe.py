@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data.cli import Parser, command, positive
+from data.cli import Parser, command, positive, seed
 from data.corpus import load_tokens, sample_windows
 from eval_ppl import evaluate
 from load_weights import load_gpt2
@@ -52,7 +52,7 @@ def main():
     parser.add_argument("--text", default="docs", help="as in train_oracle.py (%(default)s)")
     parser.add_argument("--dim", type=positive, default=64, help="256 for GPT-2 Small (%(default)s)")
     parser.add_argument("--causal", action="store_true", help="mask future tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (%(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of weights and samples (%(default)s)")
     args = parser.parse_args()
 
     gpt2, tokenizer = load_gpt2(args.model)

@@ -273,7 +273,7 @@ TRAINING_TROUBLE = [
     (["--text", "{bad}/empty.txt"], "empty"), (["--text", "{bad}/short.txt"], "tokens"),
     (["--text", "{bad}/latin1.txt"], "UTF-8"), (["--model", "nowhere"], "nowhere"), (["--dim", "9"], "heads"),
     (["--context", "33"], "8 to 32"), (["--context", "2"], "8 to 32"), (["--steps", "0"], "--steps"),
-    (["--steps", "many"], "many"), (["--batch-size", "-1"], "--batch-size"), (["--seed", "x"], "--seed"),
+    (["--steps", "many"], "many"), (["--batch-size", "-1"], "--batch-size"), (["--seed", "x"], "--seed"), (["--seed", "9" * 20], "--seed"),
     (["--oracle", "magic"], "magic"), (["--oracle", "linear", "--shared", "--skip", "1-2,4-4"], "--shared"),
     (["--lr", "-1"], "-1"), (["--lr", "nan"], "nan"), (["--device", "meta"], "meta"),
     (["--device", "abacus"], "abacus"), (["--no-such-option"], "--no-such-option"),
