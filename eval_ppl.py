@@ -125,8 +125,9 @@ def continuation_rows(path, ids, prompt, length, replay):
     """Rows of the second table: windows of `prompt` tokens to read and `length` to score."""
     losses = continuations(path, ids, prompt, length, replay)
     reads = {**prefills(path, replay), "path throughout": lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])}
-    reads.pop("no cache in the skipped blocks", None)               # prefills makes that cache to throw it away: its cost
-    times = dict(zip(reads, milliseconds(reads.values(), ids[None, :prompt])))              # is that of path throughout
+    # what that cache costs is not measured: prefills makes it to throw it away, and the path alone needs no more
+    reads.pop("no cache in the skipped blocks", None)
+    times = dict(zip(reads, milliseconds(reads.values(), ids[None, :prompt])))
     operations = {name: flops(read, ids[None, :prompt]) for name, read in reads.items()}
     for cost in times, operations:
         cost["no cache in the skipped blocks"] = cost["path throughout"]
