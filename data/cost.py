@@ -11,7 +11,7 @@ import statistics
 import time
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from data.cli import Parser, command, positive
 
@@ -21,10 +21,14 @@ def flops(function, *args):
     def attention(q, k, v, *args, out_shape=None, **kwargs):
         return sdpa_flop_count(q, k, v)
 
+    def attention_backward(grad, q, k, v, *args, out_shape=None, **kwargs):
+        return sdpa_backward_flop_count(grad, q, k, v)
+
     def product(y, a, b, **kwargs):
         return 2 * math.prod(a) * b[2]
     # what the counter does not know
-    unknown = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention, torch.ops.aten.baddbmm_: product}
+    unknown = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention, torch.ops.aten.baddbmm_: product,
+               torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward}
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=unknown) as counter:
         function(*args)
     return counter.get_total_flops()
@@ -92,9 +96,13 @@ def main():
                     lambda ids: gpt2.unembed(gpt2.run(forward(ids), path.spans[-1].stop, config.n_layer)[:, ::KL_EVERY]),
                 "a training step with the KL term": lambda ids: step(ids, DEFAULTS["kl_weight"])}
         times = milliseconds(ways.values(), batch, max(5, args.runs // 3))
-        print(f"training, {name}'s shape, batch of {batch.shape[0]} x {batch.shape[1]}")
-        for n, (way, ms) in enumerate(zip(ways, times)):
-            print(f"{way:50}{1000 * batch.numel() / ms:9,.0f} tokens/s{times[n // 2 * 2] / ms:8.0%}")
+        operations = [flops(way, batch) for way in ways.values()]
+        print(f"training, {name}'s shape, batch of {batch.shape[0]} x {batch.shape[1]}\n"
+              f"{'':50}{'GFLOP':>8}{'allowed':>9}{'tokens/s':>10}{'speed':>8}{'reached':>9}")
+        for n, (way, operation, ms) in enumerate(zip(ways, operations, times)):
+            allowed, speed = operations[n // 2 * 2] / operation, times[n // 2 * 2] / ms         # against the forward pass alone
+            rate = 1000 * batch.numel() / ms
+            print(f"{way:50}{operation / 1e9:8.2f}{allowed:9.0%}{rate:10,.0f}{speed:8.0%}{speed / allowed:9.0%}")
         print(flush=True)
 
 

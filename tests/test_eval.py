@@ -167,3 +167,14 @@ def test_flops_of_a_layer_a_block_and_a_path(gpt2, T):
     last = 2 * (4 * C * C + 2 * C * inner) + 4 * T * C + 2 * (T - 1) * C * 2 * C        # its output for one position alone
     assert flops(lambda ids: path.prefill(ids, 0), ids) == 2 * block + last + 3 * (2 * T * C * C) + filled + 2 * C * V
     assert flops(lambda ids: path.prefill(ids, replay=T), ids) == 5 * block + last + 2 * C * V
+
+
+def test_flops_of_a_backward_pass(gpt2):
+    T, C, inner = 8, 24, 96
+    products, attention = 2 * T * (4 * C * C + 2 * C * inner), 2 * T * T * C    # of a block; an attention has two of these
+
+    @torch.enable_grad()
+    def forward_and_backward(x):
+        gpt2.requires_grad_(False).blocks[0](x.requires_grad_()).sum().backward()
+    # frozen weights: one product more for each, for the gradient of its input; five more for an attention
+    assert flops(forward_and_backward, torch.randn(1, T, C)) == 2 * products + 7 * attention
