@@ -1,7 +1,7 @@
 """What a path saves: floating-point operations as counted, milliseconds as measured.  python -m data.cost  prints both.
 
 Weights are random, for speed does not depend on them: the shape of the embedded model at its context of 256 tokens, and
-GPT-2 Small's at 1,024; blocks 2 to 9 of 12 skipped. Everything in one table was measured in one interleaved run.
+GPT-2 Small's at 1,024 (training: 256); blocks 2 to 9 of 12 skipped. Everything in one table was measured in one interleaved run.
 """
 
 import argparse
@@ -57,7 +57,8 @@ def main():
     from train_oracle import DEFAULTS, KL_EVERY, default_dim, new_optimizers, train_step
 
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=positive, default=15, help="interleaved runs behind each median (%(default)s)")
+    parser.add_argument("--runs", type=positive, default=15, help="interleaved runs behind each median, a third "
+                        "in training (%(default)s)")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores\n")
 
