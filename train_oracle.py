@@ -27,9 +27,9 @@ KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
 KV_EVERY = 8                # those are compared at every eighth position, which is much cheaper than at all
 KL_EVERY = 4                # and the next-token distributions at every fourth
 KL_FROM = 0.7               # share of the steps before the KL term joins: first the states, then what they are for
-DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 1, "heads": 2,
-            "shared": False, "cos_weight": 0.5, "kl_weight": 0.6, "steps": 3000, "batch_size": 2, "context": None,
-            "lr": 1.5e-2, "seed": 0, "step": 0}
+DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 1, "heads": 4,
+            "shared": False, "cos_weight": 0.5, "kl_weight": 0.6, "steps": 1500, "batch_size": 4, "context": None,
+            "lr": 2e-2, "seed": 0, "step": 0}
 
 
 def default_dim(n_embd, heads):

@@ -22,9 +22,9 @@ from oracle import load_path, plain_skip, read_settings
 
 LADDER = {"one least-squares matrix": "--oracle linear", "mlp": "--oracle mlp --dim 236", "transformer": "",
           "transformer, seed 1": "--seed 1", "transformer, seed 2": "--seed 2",
-          "transformer, long run": "--dim 64 --blocks 2 --heads 4 --batch-size 1 --steps 40000 --kl-weight 1"}
-SHORT = " --steps 1000"     # the frontier compares oracles of one short run each
-SIZES = {f"dim {dim}": f"--dim {dim}" + SHORT for dim in (42, 84, 168)}
+          "transformer, long run": "--dim 64 --blocks 2 --batch-size 1 --lr 0.015 --steps 40000 --kl-weight 1"}
+SHORT = " --steps 500"     # the frontier compares oracles of one short run each
+SIZES = {f"dim {dim}": f"--dim {dim}" + SHORT for dim in (40, 84, 168)}
 SKIPS = {f"skip {skip}": f"--skip {skip} --dim 84" + SHORT for skip in ("5-6", "3-8", "1-10", "1-4,7-10")}
 CONTEXTS = (256, 64)        # tokens in a window; the oracles are trained on windows of the model's context
 COLUMNS = [("name", "oracle", "{}"), ("skip", "skip", "{}"), ("compute", "compute", "{:.1%}"),

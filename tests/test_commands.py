@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shlex
 import signal
 import subprocess
@@ -317,3 +318,22 @@ def test_bad_input_is_one_line_and_status_2(run, place, training, trained, bad, 
 def test_a_real_process_shows_no_traceback(place):
     done = python(place, ROOT / "train_oracle.py", "--skip", "9-2", "--model", "model", "--text", "text.txt")
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+
+
+FAULTS = """
+import resource, sys, torch
+from data.cli import keep_memory
+if sys.argv[1] == "keep":
+    keep_memory()
+for step in range(10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(10 << 20) for _ in range(3)]           # 40 MB each, more than glibc keeps by itself
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.36"), reason="glibc, and not one that caps what it keeps")
+def test_memory_that_a_step_frees_is_kept_for_the_next():
+    first_touches = [int(subprocess.check_output([sys.executable, "-c", FAULTS, how], cwd=ROOT)) for how in ("keep", "return")]
+    assert first_touches[0] < 0.1 * first_touches[1]
