@@ -41,7 +41,7 @@ def evaluate(gpt2, paths, ids, context):
     """The original and each path over all windows of 1-D ids -> a list of {"ppl", "cosine", "mse"}, the original first.
 
     ppl is exp of the mean loss over all tokens but the first of each window. cosine and mse compare the predicted with
-    the true hidden states behind the spans, token by token.
+    the true hidden states behind the spans, token by token, and are means over the spans.
     """
     sums = torch.zeros(1 + len(paths), 3, dtype=torch.float64)          # of loss, cosine, mse
     scored = seen = 0
@@ -80,9 +80,9 @@ def prefills(path, replay):
 
 @torch.no_grad()
 def continuations(path, ids, prompt, length, replay):
-    """Losses of the *full* model on what follows a prompt, for each way to read the prompt -> {name: (windows, length)}.
+    """Losses of the *full* model on what follows a prompt, for each way to read the prompt, and of the path itself.
 
-    Windows of prompt + length tokens; the last `length` tokens are scored, the same for every name.
+    -> {name: (windows, length)}: windows of prompt + length tokens; the last `length` are scored, the same for every name.
     """
     gpt2, losses = path.gpt2, {}
     batches = [w for w in windows(ids, prompt + length) if w.shape[1] == prompt + length]

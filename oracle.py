@@ -207,7 +207,7 @@ def save_path(file, path, settings, further_tensors={}):
 
 def read_settings(file):
     """The settings that an oracle was trained with; raises ValueError where the file is none of ours."""
-    read_tensors(file)                                          # has a better word for what is missing or damaged
+    read_tensors(file)                                          # for what it says of a missing or damaged file
     try:
         settings = json.loads(read_metadata(file)["pathoracle"])
         for name in ("skip", "oracle", "dim", "blocks", "heads", "shared", "model", "text", "context", "step", "steps",

@@ -184,7 +184,7 @@ def main():
                         "sizes and losses it uses none (default: transformer)")
     parser.add_argument("--dim", type=positive, help="width of the oracle (default: 7/16 of the model's, in whole --heads)")
     parser.add_argument("--blocks", type=positive, help=f"blocks of a transformer oracle (default: {DEFAULTS['blocks']})")
-    parser.add_argument("--heads", type=positive, help=f"attention heads of each (default: {DEFAULTS['heads']})")
+    parser.add_argument("--heads", type=positive, help=f"attention heads of each of those blocks (default: {DEFAULTS['heads']})")
     parser.add_argument("--shared", action="store_true", help="one oracle for all spans instead of one for each")
     parser.add_argument("--cos-weight", type=non_negative, help="weight of 1 - cosine in the loss (default: 0.5)")
     parser.add_argument("--kl-weight", type=non_negative, help="weight of the KL divergence from GPT-2's own next-token "
@@ -197,8 +197,8 @@ def main():
     parser.add_argument("--seed", type=seed, help="of weights and batches (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("oracle.safetensors"), help="the file written (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with the unfinished run beside --out, or with --out; its "
-                        "settings hold but for --steps, --lr, --model and --device: more steps take a finished one on, "
-                        "optimizers reset, as if it came from a run of that many")
+                        "settings hold but for --steps, --lr, --model and --device; with more --steps a finished run goes on at "
+                        "the learning rates of the longer run, its optimizers new")
     parser.add_argument("--device", type=device, default="cpu", help="where to compute, such as cuda (default: %(default)s)")
     given = vars(parser.parse_args())
     out, where, resume = given.pop("out"), given.pop("device"), given.pop("resume", False)

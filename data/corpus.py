@@ -2,7 +2,7 @@
 
 `text` is one of
 
-    docs         the documentation strings of the installed standard library, NumPy and PyTorch (the default):
+    docs         the long strings, mostly documentation, of the installed standard library, NumPy and PyTorch (the default):
                  English that is on every machine that can run this, collected here and never stored in the repository
     wikitext-2   the raw WikiText-2 (Merity et al. 2016), downloaded once; the test set is held out
     FILE         any UTF-8 text file; the last 10% are held out

@@ -18,6 +18,7 @@ from data.cli import Parser, command, positive
 
 def flops(function, *args):
     """Floating-point operations of the matrix products and attentions in function(*args), counted as they run."""
+    # the counter hands over the shapes of the tensors
     def attention(q, k, v, *args, out_shape=None, **kwargs):
         return sdpa_flop_count(q, k, v)
 
@@ -57,8 +58,8 @@ def main():
     from train_oracle import DEFAULTS, KL_EVERY, default_dim, new_optimizers, train_step
 
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=positive, default=15, help="interleaved runs behind each median, a third "
-                        "in training (%(default)s)")
+    parser.add_argument("--runs", type=positive, default=15, help="interleaved runs behind each median, a third, but "
+                        "at least 5, in training (%(default)s)")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores\n")
 

@@ -26,7 +26,7 @@ LADDER = {"one least-squares matrix": "--oracle linear", "mlp": "--oracle mlp --
 SHORT = " --steps 500"     # the frontier compares oracles of one short run each
 SIZES = {f"dim {dim}": f"--dim {dim}" + SHORT for dim in (40, 84, 168)}
 SKIPS = {f"skip {skip}": f"--skip {skip} --dim 84" + SHORT for skip in ("5-6", "3-8", "1-10", "1-4,7-10")}
-CONTEXTS = (256, 64)        # tokens in a window; the oracles are trained on windows of the model's context
+CONTEXTS = (256, 64)        # tokens in a window; the oracles are trained on the first
 COLUMNS = [("name", "oracle", "{}"), ("skip", "skip", "{}"), ("compute", "compute", "{:.1%}"),
            ("nothing_256", "nothing, 256", "{:.2f}"), ("ratio_256", "ratio, 256", "{:.3f}"), ("cosine_256", "cosine", "{:.4f}"),
            ("ratio_64", "ratio, 64", "{:.3f}"), ("cosine_64", "cosine", "{:.4f}")]
@@ -82,9 +82,11 @@ def draw(rows, file):
             if "," in row["name"]:
                 axes.plot([100 * row["compute"]], [row["ratio_256"]], "d", label="two spans")
             axes.annotate(row["name"].replace("dim 84", "skip 2-9, dim 84"), (100 * row["compute"], row["ratio_256"]),
-                          textcoords="offset points", xytext=(-76, -12) if "," in row["name"] else (6, 5), fontsize=8)
+                          textcoords="offset points", fontsize=8,
+                          xytext={"skip 1-4,7-10": (-76, -12), "dim 168": (6, -12)}.get(row["name"], (6, 5)))
     axes.set(xlabel="block compute of the path, % of the original's", ylabel="held-out PPL ratio, windows of 256",
              title="Embedded model: what a jump costs")
+    axes.margins(0.13)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.tight_layout()
