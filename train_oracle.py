@@ -24,7 +24,7 @@ from oracle import KINDS, load_path, new_path, read_settings, save_path, true_st
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
 KV_WEIGHT = 1.0             # of the states that serve the KV cache alone
-KV_EVERY = 8                # those are compared at every eighth position, which is much cheaper than at all
+KV_EVERY = 8                # those are compared at every eighth position alone, which is much cheaper
 KL_EVERY = 4                # and the next-token distributions at every fourth
 KL_FROM = 0.7               # share of the steps before the KL term joins: first the states, then what they are for
 DEFAULTS = {"skip": "2-9", "model": "data/mini", "text": "docs", "oracle": "transformer", "dim": None, "blocks": 1, "heads": 4,
