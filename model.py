@@ -1,16 +1,16 @@
-"""GPT-2 in one file (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3).
+"""GPT-2 in one file (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners",
+section 2.3).
 
 The forward pass is three steps, so that a caller can enter and leave the stack at any block:
 
-    x = model.embed(ids)               # ids (B, T) -> hidden state (B, T, C)
-    x = model.run(x, start, stop)      # blocks start .. stop-1: (B, T, C) -> (B, T, C)
-    logits = model.unembed(x)          # (B, T, C) -> (B, T, vocab_size)
+    x = gpt2.embed(ids)               # ids (B, T) -> hidden state (B, T, C)
+    x = gpt2.run(x, start, stop)      # blocks start .. stop-1: (B, T, C) -> (B, T, C)
+    logits = gpt2.unembed(x)          # (B, T, C) -> (B, T, vocab_size)
 
-Sizes in comments: B batch, T tokens, C = n_embd, H = n_head, D = C / H, P tokens already in the KV cache.
+Sizes in comments: B batch, T tokens, C = n_embd, H = n_head, D = C / H, P tokens in the KV cache.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The sizes of a GPT-2; the names are those of Hugging Face's config.json, the defaults are GPT-2 Small."""
+    """The sizes of a GPT-2, named as in Hugging Face's config.json; the defaults: GPT-2 Small."""
     vocab_size: int = 50257
     n_positions: int = 1024
     n_embd: int = 768
@@ -38,21 +38,9 @@ class LayerCache:
 
     def append(self, k, v):
         """Puts k, v (B, H, T, D) behind what is there."""
-        self.k, self.v = (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)) if len(self) else (k, v)
-
-    def truncate(self, n):
-        """Forgets all but the first n tokens, as a decoder must that had guessed further ones wrongly."""
-        if len(self) > n:
-            self.k, self.v = self.k[:, :, :n], self.v[:, :, :n]
-
-
-@lru_cache(maxsize=1)
-def causal_mask(Q, K, dtype, device):
-    """(Q, K): 0 where one of the last Q of K tokens sees another, else -inf. Every block of a pass asks for the same one.
-
-    (is_causal of PyTorch's attention serves Q = K alone: it aligns the mask to the top left.)
-    """
-    return torch.full((Q, K), -torch.inf, dtype=dtype, device=device).triu(K - Q + 1)
+        if self.k is not None:
+            k, v = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
+        self.k, self.v = k, v
 
 
 class Attention(nn.Module):
@@ -66,27 +54,24 @@ class Attention(nn.Module):
         """(B, T, C) -> (B, H, T, D)"""
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
-    def forward(self, x, cache=None, last=None):
-        """x (B, T, C) -> (B, N, C) for the last N tokens (None: all T); each sees the cached tokens and the new ones up to
-        itself, and all T leave their keys and values in the cache."""
-        C = x.shape[-1]
-        if last is None:
-            q, k, v = (self.heads(part) for part in self.c_attn(x).chunk(3, dim=-1))
-        else:
-            q = self.heads(F.linear(x[:, -last:], self.c_attn.weight[:C], self.c_attn.bias[:C]))
-            k, v = self.keys_values(x)
+    def forward(self, x, cache=None):
+        """x (B, T, C) -> (B, T, C); a token sees those in the cache and the new ones up to it."""
+        q, k, v = (self.heads(part) for part in self.c_attn(x).chunk(3, dim=-1))
         if cache is not None:
             cache.append(k, v)
             k, v = cache.k, cache.v
         Q, K = q.shape[2], k.shape[2]
-        mask = causal_mask(Q, K, q.dtype, q.device) if 1 < Q < K else None
+        mask = None
+        if 1 < Q < K:       # is_causal aligns its mask to the top left, so it serves Q = K alone
+            mask = torch.ones(Q, K, dtype=torch.bool, device=q.device).tril(K - Q)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < Q == K)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+        return self.c_proj(y.transpose(1, 2).flatten(2))        # (B, H, T, D) -> (B, T, C)
 
     def keys_values(self, x):
         """x (B, T, C) -> keys and values, each (B, H, T, D)"""
         C = x.shape[-1]
-        return (self.heads(part) for part in F.linear(x, self.c_attn.weight[C:], self.c_attn.bias[C:]).chunk(2, dim=-1))
+        kv = F.linear(x, self.c_attn.weight[C:], self.c_attn.bias[C:])      # (B, T, 2C)
+        return [self.heads(part) for part in kv.chunk(2, dim=-1)]
 
 
 class MLP(nn.Module):
@@ -97,11 +82,11 @@ class MLP(nn.Module):
 
     def forward(self, x):
         """x (B, T, C) -> (B, T, C)"""
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))    # GPT-2 was trained with the tanh form
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))    # the GELU of GPT-2
 
 
 class Block(nn.Module):
-    """x -> x + attention(ln_1(x)) -> x + mlp(ln_2(x)): the residual stream keeps its shape (B, T, C)."""
+    """Adds attention(ln_1(x)), then mlp(ln_2(x)), to the residual stream x (B, T, C)."""
 
     def __init__(self, n_embd, n_head, n_inner=None, eps=1e-5):
         super().__init__()
@@ -110,14 +95,13 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(n_embd, eps)
         self.mlp = MLP(n_embd, n_inner or 4 * n_embd)
 
-    def forward(self, x, cache=None, last=None):
-        """x (B, T, C) -> (B, N, C) for the last N tokens (None: all T); keys and values of all T go into the cache."""
-        y = self.attn(self.ln_1(x), cache, last)
-        x = (x if last is None else x[:, -last:]) + y
+    def forward(self, x, cache=None):
+        """x (B, T, C) -> (B, T, C); with a cache, x are the tokens behind those in it."""
+        x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
     def fill(self, x, cache):
-        """Puts the keys and values of the input x into the cache and computes nothing else: a sixth of the block."""
+        """Leaves the keys and values of x (B, T, C) in the cache: a sixth of the block's work."""
         cache.append(*self.attn.keys_values(self.ln_1(x)))
 
 
@@ -125,10 +109,12 @@ class GPT2(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        # uniform, as the Linear layers start: nn.Embedding's own normal_ costs a second of imports on the meta device
-        self.wte, self.wpe = (nn.Embedding.from_pretrained(torch.empty(n, c.n_embd).uniform_(-0.1, 0.1), freeze=False)
-                              for n in (c.vocab_size, c.n_positions))
-        self.blocks = nn.ModuleList(Block(c.n_embd, c.n_head, c.n_inner, c.layer_norm_epsilon) for _ in range(c.n_layer))
+        # uniform: nn.Embedding's own normal_ costs a second of imports on the meta device
+        self.wte, self.wpe = (
+            nn.Embedding.from_pretrained(torch.empty(n, c.n_embd).uniform_(-0.1, 0.1), freeze=False)
+            for n in (c.vocab_size, c.n_positions))
+        self.blocks = nn.ModuleList(
+            Block(c.n_embd, c.n_head, c.n_inner, c.layer_norm_epsilon) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd, c.layer_norm_epsilon)
 
     def embed(self, ids, past=0):
@@ -138,30 +124,56 @@ class GPT2(nn.Module):
         """
         end = past + ids.shape[1]
         if end > self.config.n_positions:
-            raise ValueError(f"{end} tokens do not fit the model's context of {self.config.n_positions}; shorten the text")
+            raise ValueError(f"{end} tokens do not fit the model's context of "
+                             f"{self.config.n_positions}; shorten the text")
         return self.wte(ids) + self.wpe.weight[past:end]
 
     def run(self, x, start, stop, cache=None):
-        """Hidden state before block `start` -> hidden state before block `stop`, both (B, T, C)."""
+        """Hidden state before block `start` -> hidden state before block `stop`, (B, T, C)."""
         for i in range(start, stop):
             x = self.blocks[i](x, cache[i] if cache else None)
         return x
 
     def unembed(self, x):
-        """x (B, T, C) -> logits (B, T, vocab_size); the output matrix is the token embedding's (tied)."""
+        """x (B, T, C) -> logits (B, T, vocab_size); the output matrix is the token embedding's."""
         return F.linear(self.ln_f(x), self.wte.weight)
 
-    def last_logits(self, x, cache):
-        """State before the last block (B, T, C) -> logits of the last position, (B, vocab_size), which is all that a prefill
-        asks of that block besides the keys and values of every token."""
-        return self.unembed(self.blocks[-1](x, cache[-1], last=1)[:, -1])
+    def forward(self, ids, cache=None):
+        """ids (B, T) -> logits (B, T, vocab_size); with a cache, ids follow the tokens in it."""
+        x = self.embed(ids, past=max(map(len, cache)) if cache else 0)  # a skipped block's is empty
+        return self.unembed(self.run(x, 0, self.config.n_layer, cache))
+
+    def states(self, ids, stop):
+        """ids (B, T) -> the hidden states before block 0, 1, ... `stop`, each (B, T, C)."""
+        states = [self.embed(ids)]
+        for i in range(stop):
+            states.append(self.run(states[-1], i, i + 1))
+        return states
 
     def new_cache(self):
-        """An empty KV cache, one entry for each block; `run` fills it and continues from it."""
+        """An empty KV cache, one entry for each block; `run` fills it and goes on from it."""
         return [LayerCache() for _ in self.blocks]
 
-    def forward(self, ids, cache=None):
-        """ids (B, T) -> logits (B, T, vocab_size). With a cache, ids are the tokens that follow those in it."""
-        x = self.embed(ids, past=max(map(len, cache)) if cache else 0)     # a skipped block's may be empty
-        x = self.run(x, 0, self.config.n_layer, cache)
-        return self.unembed(x)
+    def prefill(self, ids):
+        """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache."""
+        cache = self.new_cache()
+        return self.next_logits(self.embed(ids), 0, cache), cache
+
+    def next_logits(self, x, start, cache):
+        """x (B, T, C) before block `start` -> logits of the last position, (B, vocab_size).
+
+        The next token needs no other, so in the last block the others only fill the cache.
+        """
+        last = self.config.n_layer - 1
+        if start <= last:               # else a jump reached the end
+            x = self.run(x, start, last, cache)
+            self.blocks[last].fill(x[:, :-1], cache[last])
+            x = self.run(x[:, -1:], last, last + 1, cache)
+        return self.unembed(x[:, -1])
+
+    def decode(self, logits, cache, n):
+        """Greedy: the logits (B, vocab_size) and KV cache of a prefill -> n further ids (B, n)."""
+        ids = [logits.argmax(dim=-1, keepdim=True)]                     # (B, 1)
+        while len(ids) < n:
+            ids.append(self(ids[-1], cache)[:, -1].argmax(dim=-1, keepdim=True))
+        return torch.cat(ids, dim=1)

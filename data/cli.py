@@ -1,6 +1,8 @@
 """What the commands share: errors in one line, progress, tables."""
 
 import argparse
+import contextlib
+import signal
 import ctypes
 import sys
 import time
@@ -86,6 +88,14 @@ def command(main):
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+@contextlib.contextmanager
+def interruptible():
+    got = []
+    before = signal.signal(signal.SIGINT, lambda *_: got.append(True))
+    yield got
+    signal.signal(signal.SIGINT, before)
 
 
 def progress(batches, doing="evaluating"):

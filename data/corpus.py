@@ -161,3 +161,27 @@ def sample_windows(ids, batch_size, length, seed, step):
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(ids) - length + 1, (batch_size, 1), generator=generator)
     return ids[starts + torch.arange(length)]
+
+
+def training_windows(ids, batch_size, length, seed, step):
+    """(batch_size, length) windows at random places, half of which hold a passage twice.
+
+    A passage is a sixteenth to two fifths of the window, one in eight made of tokens drawn at random; other
+    text stands between. All depends on seed and step alone.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+
+    def draw(low, high):
+        return torch.randint(low, high + 1, (), generator=generator).item()
+
+    starts = torch.randint(len(ids) - length + 1, (batch_size, 1), generator=generator)
+    windows = ids[starts + torch.arange(length)]
+    for window in windows:
+        if draw(0, 1):
+            n = draw(length // 16, length * 2 // 5)
+            first = draw(0, length - 2 * n)
+            again = draw(first + n, length - n)
+            if draw(1, 8) == 1:
+                window[first:first + n] = ids[torch.randint(len(ids), (n,), generator=generator)]
+            window[again:again + n] = window[first:first + n]
+    return windows

@@ -1,0 +1,78 @@
+"""The two commands' options, each with its default and its meaning, and the skip pattern."""
+
+import argparse
+import re
+from pathlib import Path
+
+from data.cli import Parser, device, non_negative, positive, positive_float, seed
+
+
+def parse_skip(pattern, n_layer):
+    """"2-9" -> [range(2, 10)], "1-3,5-7" -> [range(1, 4), range(5, 8)]: blocks are counted from 0.
+
+    Raises ValueError for anything but ascending spans of the model's blocks, one between them.
+    """
+    spans, last = [], -2
+    for part in pattern.split(","):
+        match = re.fullmatch(r"\s*(\d+)-(\d+)\s*", part)
+        if not match:
+            raise ValueError(f"skip pattern {pattern!r}: write spans of blocks as in 2-9 or "
+                             "1-3,5-7")
+        start, end = int(match[1]), int(match[2])
+        if start > end:
+            raise ValueError(f"skip pattern {pattern!r}: {start}-{end} runs backwards, "
+                             f"write {end}-{start}")
+        if end >= n_layer:
+            raise ValueError(f"skip pattern {pattern!r}: the model's blocks are 0 to {n_layer - 1}")
+        if start <= last + 1:
+            raise ValueError(f"skip pattern {pattern!r}: spans ascend and leave at least one block "
+                             "between them")
+        spans.append(range(start, end + 1))
+        last = end
+    return spans
+
+
+def eval_options(description):
+    """The parser of eval_ppl.py."""
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("oracles", nargs="*", metavar="ORACLE", type=Path, help="files of train_oracle.py; default: "
+        "oracle.safetensors in the working directory, else those in data/mini/")
+    add("--model", help="directory or name of the GPT-2 (default: the first oracle's)")
+    add("--text", help="docs, wikitext-2 or a text file (default: the first oracle's)")
+    add("--context", type=positive, help="tokens in a window (default: the first oracle's)")
+    add("--replay", type=int, help="how many of a prompt's last tokens pass through the skipped "
+        "blocks too (default: a sixth of the prompt, rounded up to a multiple of 8)")
+    add("--prompt", help="show how each path goes on with this text instead of the tables")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add("--device", type=device, default="cpu", help="where to compute (default: %(default)s)")
+    return parser
+
+
+def train_options(description):
+    """The parser of train_oracle.py."""
+    parser = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--skip", default="2-9", help="blocks to skip, counted from 0, as in 2-9 or 1-3,5-7,9-10")
+    add("--model", default="data/mini", help="a directory in Hugging Face's GPT-2 layout, or gpt2, "
+        "gpt2-medium, gpt2-large, gpt2-xl, distilgpt2")
+    add("--text", default="docs", help="docs (of Python, NumPy and PyTorch), wikitext-2, or a file")
+    add("--dim", type=positive, help="width of the oracle (None: 7/16 of the model's)")
+    add("--blocks", type=positive, default=1, help="blocks of the oracle")
+    add("--heads", type=positive, default=4, help="attention heads of each of them")
+    add("--shared", action="store_true", help="one oracle for all spans, which have one length")
+    add("--cos-weight", type=non_negative, default=0.5, help="of 1 - cosine in the loss")
+    add("--kl-weight", type=non_negative, default=0.6, help="of the KL divergence of the path from "
+        "the full model, in the last 30%% of the steps")
+    add("--cache-weight", type=non_negative, default=1.0, help="of the KL divergence of the full "
+        "model over the path's cache, in the last half of the steps")
+    add("--steps", type=positive, default=1500, help="optimizer steps")
+    add("--batch-size", type=positive, default=4, help="windows in a step")
+    add("--context", type=positive, help="tokens in a window (None: the model's, at most 256)")
+    add("--lr", type=positive_float, default=2e-2, help="peak learning rate")
+    add("--seed", type=seed, default=0, help="of weights and windows")
+    add("--out", type=Path, default=Path("oracle.safetensors"), help="the file written")
+    add("--resume", action="store_true", help="go on with the unfinished run beside --out, or with "
+        "--out; its settings hold, but for --steps, --lr, --model and --device")
+    add("--device", type=device, default="cpu", help="where to compute, such as cuda")
+    return parser
