@@ -14,24 +14,16 @@ import torch
 from torch.nn import functional as F
 
 from data.cli import command, progress, show
-from data.corpus import load_tokens, sample_windows
+from data.corpus import load_tokens, recall_windows, windows
 from data.files import replace_file
-from data.greedy import show_texts
+from data.greedy import show_continuations
 from data.measure import costs, flops
-from data.options import eval_options
+from data.options import PATH_COLUMNS, PROMPT_COLUMNS, eval_options
 from load_weights import load_gpt2
 from model import LayerCache
-from oracle import default_replay, load_path, no_oracle, read_oracle
+from oracle import load_path, no_oracle, read_oracle
 
 SHIPPED = Path(__file__).parent / "data" / "mini"
-RECALL_WINDOWS = 192
-DECODE = 48                 # tokens by which --prompt is continued
-COST = ("compute", "compute", "{:.1%}"), ("ppl", "PPL", "{:.2f}"), ("ratio", "ratio", "{:.3f}")
-TIME = ("prefill_ms", "prefill ms", "{:.1f}"), ("speedup", "speed-up", "{:.2f}x")
-PATH_COLUMNS = (("path", "path", "{}"), ("blocks_run", "blocks", "{}"), *COST,
-                ("cosine", "cosine", "{:.4f}"), ("mse", "MSE", "{:.4g}"), *TIME)
-PROMPT_COLUMNS = (("path", "prompt read by", "{}"), *COST, ("first_16_ratio", "first 16", "{:.3f}"),
-                  ("recall", "recall", "{:.2f}"), ("kept", "kept", "{:.1%}"), *TIME)
 
 
 def token_losses(logits, targets):
@@ -40,63 +32,53 @@ def token_losses(logits, targets):
     return losses.view(targets.shape)
 
 
-def windows(ids, context):
-    """1-D ids -> windows without overlap: batches (B, context) of about 2,048 tokens, then what
-    is left."""
-    whole, batch_size = len(ids) // context * context, max(1, 2048 // context)
-    batches = list(ids[:whole].view(-1, context).split(batch_size)) if whole else []
-    return batches + [ids[None, whole:]] if len(ids) - whole > 1 else batches
-
-
 @torch.no_grad()
-def evaluate(gpt2, paths, ids, context):
-    """The full model and each path over all windows of 1-D ids -> [{"ppl", "cosine", "mse"}, ...].
+def evaluate(paths, ids, context):
+    """{name: path} -> {name: {"ppl", "cosine", "mse"}} over all windows of held-out 1-D ids.
 
     ppl: all tokens but the first of each window. cosine and mse compare predicted and true states
     behind the spans, token by token, and are means over the spans.
     """
-    sums = torch.zeros(1 + len(paths), 3, dtype=torch.float64)          # of loss, cosine, mse
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in paths}    # loss, cosine, mse
     scored = seen = 0
-    for window in progress(windows(ids, context)):                      # (B, T)
+    for window in progress(windows(ids, context)):                          # (B, T)
         targets = window[:, 1:]
-        true = gpt2.states(window, gpt2.config.n_layer)                 # each (B, T, C)
-        sums[0, 0] += token_losses(gpt2.unembed(true[-1])[:, :-1], targets).sum().item()
-        for row, path in zip(sums[1:], paths, strict=True):
-            predicted = []                                              # of each span, (B, T, C)
+        for name, path in paths.items():
+            predicted = []                                                  # (B, T, C) of each span
             hooks = [oracle.register_forward_hook(lambda _, x, y, to=predicted: to.append(y))
                      for oracle in dict.fromkeys(path.oracles)]
-            row[0] += token_losses(path(window)[:, :-1], targets).sum().item()
+            sums[name][0] += token_losses(path(window)[:, :-1], targets).sum()
             for hook in hooks:
                 hook.remove()
+            true = path.gpt2.states(window, path.spans[-1].stop if path.spans else 0)
             for span, y in zip(path.spans, predicted, strict=True):
                 t, n = true[span.stop], len(path.spans)
-                row[1] += F.cosine_similarity(y, t, dim=-1).sum().item() / n
-                row[2] += (y - t).square().mean(dim=-1).sum().item() / n
+                sums[name][1] += F.cosine_similarity(y, t, dim=-1).sum() / n
+                sums[name][2] += (y - t).square().mean(dim=-1).sum() / n
         scored, seen = scored + targets.numel(), seen + window.numel()
-    sums[0, 1] = seen
-    return [{"ppl": math.exp(loss / scored), "cosine": cosine / seen, "mse": mse / seen}
-            for loss, cosine, mse in sums.tolist()]
+    return {name: {"ppl": math.exp(loss / scored), "cosine": cosine / seen if paths[name].spans else 1.0,
+                   "mse": mse / seen} for name, (loss, cosine, mse) in
+            ((name, its.tolist()) for name, its in sums.items())}
 
 
-def readers(path, prompt, replay):
-    """{row: ids (B, prompt) -> logits (B, V), KV cache}: the ways to read a prompt."""
-    gpt2, bare = path.gpt2, no_oracle(path.gpt2, path.spans)
-    skipped = {i for span in path.spans for i in span}
-    ids = torch.zeros(1, prompt, dtype=torch.long, device=gpt2.wte.weight.device)
-    budget = flops(lambda ids: path.prefill(ids, replay), ids)
-    n = bisect_right(range(1, prompt), budget, key=lambda n: flops(gpt2.prefill, ids[:, :n]))
+def readers(path, ids):
+    """{row: ids (B, T) -> logits (B, V), KV cache}: the ways to read a prompt as long as ids."""
+    full, bare = no_oracle(path.gpt2, []), no_oracle(path.gpt2, path.spans)
+    budget = flops(path.prefill, ids)
+    n = bisect_right(range(1, ids.shape[1]), budget, key=lambda n: flops(full.prefill, ids[:, :n]))
 
     def without_cache(ids):
-        logits, cache = path.prefill(ids, 0)
-        return logits, [LayerCache() if i in skipped else c for i, c in enumerate(cache)]
+        logits, cache = path.prefill(ids)
+        for span in path.spans:
+            cache[span.start:span.stop] = [LayerCache() for _ in span]
+        return logits, cache
 
-    return {"full model": gpt2.prefill,
-            "oracle prefill": lambda ids: path.prefill(ids, replay),
-            "oracle prefill, no replay": lambda ids: path.prefill(ids, 0),
-            "no oracle": lambda ids: bare.prefill(ids, replay),
+    return {"full model": full.prefill,
+            "oracle prefill": path.prefill,
+            "no oracle": bare.prefill,
             "no cache in the skipped blocks": without_cache,
-            f"full model, last {n} tokens": lambda ids: gpt2.prefill(ids[:, -n:]),
-            "no prompt": lambda ids: gpt2.prefill(ids[:, -1:])}
+            f"full model, last {n} tokens": lambda ids: full.prefill(ids[:, -n:]),
+            "no prompt": lambda ids: full.prefill(ids[:, -1:])}
 
 
 @torch.no_grad()
@@ -117,41 +99,30 @@ def losses_after(path, batches, prompt, reads):
     return {name: torch.cat(parts) for name, parts in losses.items()}
 
 
-def recall_windows(ids, context):
-    """Windows of held-out text with a passage of it again, which begins at a quarter of them:
-    of 256 tokens, 192 of text, then tokens 64 to 111 again. -> batches (B, T)"""
-    start, passage = context // 4, max(2, context * 3 // 16)
-    text = sample_windows(ids, RECALL_WINDOWS, context * 3 // 4, seed=0, step=0)
-    both = torch.cat([text, text[:, start:start + passage]], dim=1)
-    return both.split(max(1, 2048 // context))
-
-
-def path_rows(gpt2, named_paths, ids, context):
-    """Rows of the first table: the full model, no oracle once for each pattern, each path."""
-    paths = {}
-    for name, path in named_paths:
-        pattern = ",".join(f"{span.start}-{span.stop - 1}" for span in path.spans)
-        paths.setdefault(f"no oracle, {pattern}", no_oracle(gpt2, path.spans))
+def path_rows(named_paths, ids, context):
+    """Rows of the first table, for {name: path} of one model: the full model, no oracle once for
+    each pattern, each path."""
+    gpt2 = next(iter(named_paths.values())).gpt2
+    paths = {"full model": no_oracle(gpt2, [])}
+    for name, path in named_paths.items():
+        paths.setdefault(f"no oracle, {path.pattern()}", no_oracle(gpt2, path.spans))
         paths[name] = path
-    n_layer, full = gpt2.config.n_layer, "full model"
-    hidden = {full: lambda ids: gpt2.run(gpt2.embed(ids), 0, n_layer),
-              **{name: path.hidden for name, path in paths.items()}}
-    cost = costs({name: lambda ids, h=h: gpt2.unembed(h(ids)[:, -1]) for name, h in hidden.items()},
-                 ids[None, :context])
-    blocks = {full: n_layer, **{name: n_layer - path.n_skipped() for name, path in paths.items()}}
-    figures = evaluate(gpt2, list(paths.values()), ids, context)
-    return [{"path": name, "blocks_run": blocks[name], "ratio": its["ppl"] / figures[0]["ppl"],
-             **its, **cost[name]} for name, its in zip(hidden, figures, strict=True)]
+    cost = costs({name: lambda ids, path=path: gpt2.unembed(path.hidden(ids)[:, -1])
+                  for name, path in paths.items()}, ids[None, :context])
+    figures = evaluate(paths, ids, context)
+    return [{"path": name, "blocks_run": path.n_run(), **figures[name], **cost[name],
+             "ratio": figures[name]["ppl"] / figures["full model"]["ppl"]}
+            for name, path in paths.items()]
 
 
-def prompt_rows(path, ids, context, replay):
+def prompt_rows(path, ids, context):
     """Rows of the second table: three quarters of each window are read, the rest is scored.
 
     recall: nats a token of a passage that comes again, but for its first sixth; kept: the share of
     what the full model gains there from the prompt, None if that is less than half of its loss.
     """
     gpt2, prompt = path.gpt2, context * 3 // 4
-    reads = readers(path, prompt, replay)
+    reads = readers(path, ids[None, :prompt])
     whole = [window for window in windows(ids, context) if window.shape[1] == context]
     losses = losses_after(path, whole, prompt, reads)
     recall = {name: its[:, its.shape[1] // 6:].mean().item() for name, its
@@ -159,36 +130,16 @@ def prompt_rows(path, ids, context, replay):
     gain = recall["no prompt"] - recall["full model"]
     reads["path throughout"] = lambda ids: gpt2.unembed(path.hidden(ids)[:, -1])
     reads["no cache in the skipped blocks"] = reads["path throughout"]      # all that this needs
-    cost, full, rows = costs(reads, ids[None, :prompt]), losses["full model"], []
-    for name, its in sorted(losses.items(), key=lambda item: item[1].mean()):
+    cost, full = costs(reads, ids[None, :prompt]), losses["full model"].mean().exp().item()
+    full_16 = losses["full model"][:, :16].mean().exp().item()
+    rows = []
+    for name, its in losses.items():
         ppl, early = its.mean().exp().item(), its[:, :16].mean().exp().item()
-        blocks = gpt2.config.n_layer - (0 if name.startswith(("full", "no p")) else path.n_skipped())
-        rows.append({"path": name, "blocks_run": blocks, "cosine": None, "mse": None, **cost[name],
-                     "ppl": ppl, "ratio": ppl / full.mean().exp().item(),
-                     "first_16_ppl": early,
-                     "first_16_ratio": early / full[:, :16].mean().exp().item(),
-                     "recall": recall[name],
-                     "kept": (recall["no prompt"] - recall[name]) / gain
-                     if gain > recall["no prompt"] / 2 else None})
-    return rows
-
-
-@torch.no_grad()
-def show_continuations(gpt2, tokenizer, named_paths, text, replay):
-    """Prints how each path goes on with a prompt, greedily: perplexity does not show loops."""
-    ids = torch.tensor([tokenizer.encode_ordinary(text)], device=gpt2.wte.weight.device).long()
-    n = min(DECODE, gpt2.config.n_positions - ids.shape[1])
-    if ids.shape[1] == 0 or n < 1:
-        raise ValueError(f"--prompt has {ids.shape[1]} tokens: it takes 1 to "
-                         f"{gpt2.config.n_positions - 1} for this model")
-    outs = {"full model": gpt2.decode(*gpt2.prefill(ids), n)}               # (1, n)
-    for name, path in named_paths:
-        outs[f"{name}: prefill, then the full model"] = gpt2.decode(*path.prefill(ids, replay), n)
-        out = ids
-        for _ in range(n):              # without a cache: the path reads all of it for each token
-            out = torch.cat([out, path(out)[:, -1:].argmax(dim=-1)], dim=1)
-        outs[f"{name}: path throughout"] = out[:, -n:]
-    show_texts(outs, text, tokenizer)
+        kept = (recall["no prompt"] - recall[name]) / gain
+        rows.append({"path": name, "ppl": ppl, "ratio": ppl / full, "first_16_ppl": early,
+                     "first_16_ratio": early / full_16, "recall": recall[name],
+                     "kept": kept if gain > recall["no prompt"] / 2 else None, **cost[name]})
+    return sorted(rows, key=lambda row: row["ppl"])
 
 
 def main():
@@ -200,29 +151,25 @@ def main():
     model, text, context = (getattr(args, name) or settings[0][name]
                             for name in ("model", "text", "context"))
     gpt2, tokenizer = load_gpt2(model, args.device)
-    if not 8 <= context <= gpt2.config.n_positions or (args.replay or 0) < 0:
-        raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model, "
-                         "--replay 0 or more")
+    if not 8 <= context <= gpt2.config.n_positions:
+        raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model")
     if args.json and args.prompt is not None:
         raise ValueError("--prompt shows text, --json writes figures: give one of them")
-    names = [file.name if len({f.name for f in files}) == len(files) else str(file) for file in files]
-    named_paths = [(name, load_path(file, gpt2)) for name, file in zip(names, files, strict=True)]
+    paths = {str(file): load_path(file, gpt2) for file in files}
     for file, its in zip(files, settings, strict=True):
         print(f"{file}: oracle for blocks {its['skip']} of {its['model']}, {its['step']} of "
               f"{its['steps']} steps on {its['text']}")
     if args.prompt is not None:
-        return show_continuations(gpt2, tokenizer, named_paths, args.prompt, args.replay)
+        paths = {"full model": no_oracle(gpt2, []), **paths}
+        return show_continuations(gpt2, tokenizer, paths, args.prompt)
 
     ids = load_tokens(text, tokenizer, context)[1].to(args.device)
     print(f"{model} on {len(ids):,} held-out tokens of {text}, windows of {context}\n", flush=True)
-    rows, continuation = path_rows(gpt2, named_paths, ids, context), []
+    rows, continuation = path_rows(paths, ids, context), []
     show(rows, PATH_COLUMNS)
-    prompt = context * 3 // 4
-    replay = default_replay(prompt) if args.replay is None else args.replay
-    for name, path in named_paths:
-        print(f"{name}: {prompt} tokens of prompt, the next {context - prompt} scored, "
-              f"replay {replay}\n", flush=True)
-        its = prompt_rows(path, ids, context, replay)
+    for name, path in paths.items():
+        print(f"{name}: {context * 3 // 4} tokens of prompt, the rest of each window scored\n")
+        its = prompt_rows(path, ids, context)
         show(its, PROMPT_COLUMNS)
         if its[0]["kept"] is None:
             print(f"{model} hardly copies from its prompt: recall cannot be judged on it\n")

@@ -154,11 +154,6 @@ class GPT2(nn.Module):
         """An empty KV cache, one entry for each block; `run` fills it and goes on from it."""
         return [LayerCache() for _ in self.blocks]
 
-    def prefill(self, ids):
-        """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache."""
-        cache = self.new_cache()
-        return self.next_logits(self.embed(ids), 0, cache), cache
-
     def next_logits(self, x, start, cache):
         """x (B, T, C) before block `start` -> logits of the last position, (B, vocab_size).
 
@@ -170,10 +165,3 @@ class GPT2(nn.Module):
             self.blocks[last].fill(x[:, :-1], cache[last])
             x = self.run(x[:, -1:], last, last + 1, cache)
         return self.unembed(x[:, -1])
-
-    def decode(self, logits, cache, n):
-        """Greedy: the logits (B, vocab_size) and KV cache of a prefill -> n further ids (B, n)."""
-        ids = [logits.argmax(dim=-1, keepdim=True)]                     # (B, 1)
-        while len(ids) < n:
-            ids.append(self(ids[-1], cache)[:, -1].argmax(dim=-1, keepdim=True))
-        return torch.cat(ids, dim=1)

@@ -95,6 +95,12 @@ class PathOracle(nn.Module):
         super().__init__()
         self.gpt2, self.spans, self.oracles = gpt2, spans, nn.ModuleList(oracles)
 
+    def pattern(self):
+        return ",".join(f"{span.start}-{span.stop - 1}" for span in self.spans)
+
+    def n_run(self):
+        return self.gpt2.config.n_layer - sum(len(span) for span in self.spans)
+
     def forward(self, ids):
         """ids (B, T) -> logits (B, T, vocab_size)"""
         return self.gpt2.unembed(self.hidden(ids))
@@ -108,41 +114,22 @@ class PathOracle(nn.Module):
             start = span.stop                                           # skip
         return self.gpt2.run(x, start, self.gpt2.config.n_layer)        # resume
 
-    def prefill(self, ids, replay=None):
+    def prefill(self, ids):
         """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache.
 
-        The last `replay` tokens (None: default_replay) are replayed: they pass through the skipped
-        blocks too, over what is predicted for the others, which are jumped. Raises ValueError for a
-        prompt that is empty or beyond the context, and for a replay below 0.
+        Raises ValueError for a prompt that is empty or beyond the model's context.
         """
-        T = ids.shape[1]
-        replay = default_replay(T) if replay is None else replay
-        if T == 0 or replay < 0:
-            raise ValueError("a prompt has at least one token, and no fewer than 0 are replayed")
-        jumped = max(0, T - replay)
+        if ids.shape[1] == 0:
+            raise ValueError("the prompt is empty: it takes at least one token")
         cache = self.gpt2.new_cache()
         x, start = self.gpt2.embed(ids), 0
         for span, oracle in zip(self.spans, self.oracles, strict=True):
-            x = self.gpt2.run(x, start, span.start, cache)                          # (B, T, C)
-            predicted = self.fill(x[:, :jumped], span, oracle, cache)               # (B, jumped, C)
-            x = self.gpt2.run(x[:, jumped:], span.start, span.stop, cache)          # (B, replay, C)
-            x = torch.cat([predicted, x], dim=1)                                    # (B, T, C)
-            start = span.stop
-        return self.gpt2.next_logits(x, start, cache), cache
-
-    def fill(self, x, span, oracle, cache):
-        """Jumped tokens x (B, T, C) before a span -> behind it; fills the caches of its blocks."""
-        if x.shape[1] == 0:
-            return x
-        states = [x, *oracle.states(x)]         # what enters each block, and what leaves the last
-        for i, state in zip(span, states[:-1], strict=True):
-            self.gpt2.blocks[i].fill(state, cache[i])
-        return states[-1]
-
-
-def default_replay(n_prompt):
-    """A sixth of the tokens of a prompt, rounded up to a multiple of 8: of up to 8 tokens, all."""
-    return -(-n_prompt // 48) * 8
+            x = self.gpt2.run(x, start, span.start, cache)              # run
+            entering = [x, *oracle.states(x)]                           # predict: S + 1 of (B, T, C)
+            for i in span:
+                self.gpt2.blocks[i].fill(entering[i - span.start], cache[i])    # skip, but fill
+            x, start = entering[-1], span.stop
+        return self.gpt2.next_logits(x, start, cache), cache            # resume
 
 
 def no_oracle(gpt2, spans):
@@ -160,8 +147,11 @@ def new_path(gpt2, settings):
     if settings["shared"] and len(set(lengths)) > 1:
         raise ValueError(f"--shared needs spans of one length, unlike those of {settings['skip']}")
     sizes = dim, settings["blocks"], heads
-    oracles = [Oracle(gpt2.config.n_embd, n, *sizes) for n in lengths[:1 if settings["shared"] else None]]
-    return PathOracle(gpt2, spans, oracles * len(spans) if settings["shared"] else oracles)
+    if settings["shared"]:
+        oracles = [Oracle(gpt2.config.n_embd, lengths[0], *sizes)] * len(spans)
+    else:
+        oracles = [Oracle(gpt2.config.n_embd, length, *sizes) for length in lengths]
+    return PathOracle(gpt2, spans, oracles)
 
 
 def distinct_oracles(path):

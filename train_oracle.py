@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from data.cli import command, interruptible, show
 from data.corpus import load_tokens, sample_windows, training_windows
 from data.files import optimizer_tensors, restore_optimizers
-from data.options import train_options
-from eval_ppl import PATH_COLUMNS, path_rows
+from data.options import PATH_COLUMNS, train_options
+from eval_ppl import path_rows
 from load_weights import load_gpt2
 from oracle import distinct_oracles, load_path, new_path, read_oracle, save_path
 
@@ -65,7 +65,7 @@ def path_loss(path, ids, cos_weight, kl_weight, cache_weight):
         loss = loss + kl_weight * kl_loss(gpt2, x[:, ::KL_EVERY], true[-1][:, ::KL_EVERY])
     if cache_weight:
         prompt = ids.shape[1] * 3 // 4
-        _, cache = path.prefill(ids[:, :prompt], replay=0)
+        _, cache = path.prefill(ids[:, :prompt])
         x = gpt2.run(gpt2.embed(ids[:, prompt:], prompt), 0, n_layer, cache)
         loss = loss + cache_weight * kl_loss(gpt2, x[:, ::CACHE_EVERY],
                                              true[-1][:, prompt::CACHE_EVERY])
@@ -189,7 +189,7 @@ def main():
     save_path(out, path, settings, {})
     unfinished.unlink(missing_ok=True)
     print(f"saved in {out}; held out, {len(heldout):,} tokens of {settings['text']}:\n", flush=True)
-    show(path_rows(gpt2, [(out.name, path)], heldout, context), PATH_COLUMNS)
+    show(path_rows({str(out): path}, heldout, context), PATH_COLUMNS)
 
 
 if __name__ == "__main__":

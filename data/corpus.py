@@ -27,6 +27,7 @@ from data.hub import download
 
 CACHE = Path(__file__).parent / "cache"
 MIN_CHARS = 200             # a shorter literal is seldom documentation
+RECALL_WINDOWS = 192
 RUN = 8                     # held-out documents are compared with the training text in runs of so many words
 WIKITEXT_URL = "https://huggingface.co/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip"
 WIKITEXT_SHA256 = "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11"
@@ -185,3 +186,20 @@ def training_windows(ids, batch_size, length, seed, step):
                 window[first:first + n] = ids[torch.randint(len(ids), (n,), generator=generator)]
             window[again:again + n] = window[first:first + n]
     return windows
+
+
+def windows(ids, context):
+    """1-D ids -> windows without overlap: batches (B, context) of about 2,048 tokens, then what
+    is left."""
+    whole, batch_size = len(ids) // context * context, max(1, 2048 // context)
+    batches = list(ids[:whole].view(-1, context).split(batch_size)) if whole else []
+    return batches + [ids[None, whole:]] if len(ids) - whole > 1 else batches
+
+
+def recall_windows(ids, context):
+    """Windows of held-out text with a passage of it again, which begins at a quarter of them:
+    of 256 tokens, 192 of text, then tokens 64 to 111 again. -> batches (B, T)"""
+    start, passage = context // 4, max(2, context * 3 // 16)
+    text = sample_windows(ids, RECALL_WINDOWS, context * 3 // 4, seed=0, step=0)
+    both = torch.cat([text, text[:, start:start + passage]], dim=1)
+    return both.split(max(1, 2048 // context))

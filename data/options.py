@@ -1,10 +1,18 @@
-"""The two commands' options, each with its default and its meaning, and the skip pattern."""
+"""The two commands' options, each with its default and meaning, their tables' columns, and the
+skip pattern."""
 
 import argparse
 import re
 from pathlib import Path
 
 from data.cli import Parser, device, non_negative, positive, positive_float, seed
+
+COST = ("compute", "compute", "{:.1%}"), ("ppl", "PPL", "{:.2f}"), ("ratio", "ratio", "{:.3f}")
+TIME = ("prefill_ms", "prefill ms", "{:.1f}"), ("speedup", "speed-up", "{:.2f}x")
+PATH_COLUMNS = (("path", "path", "{}"), ("blocks_run", "blocks", "{}"), *COST,
+                ("cosine", "cosine", "{:.4f}"), ("mse", "MSE", "{:.4g}"), *TIME)
+PROMPT_COLUMNS = (("path", "prompt read by", "{}"), *COST, ("first_16_ratio", "first 16", "{:.3f}"),
+                  ("recall", "recall", "{:.2f}"), ("kept", "kept", "{:.1%}"), *TIME)
 
 
 def parse_skip(pattern, n_layer):
@@ -41,8 +49,6 @@ def eval_options(description):
     add("--model", help="directory or name of the GPT-2 (default: the first oracle's)")
     add("--text", help="docs, wikitext-2 or a text file (default: the first oracle's)")
     add("--context", type=positive, help="tokens in a window (default: the first oracle's)")
-    add("--replay", type=int, help="how many of a prompt's last tokens pass through the skipped "
-        "blocks too (default: a sixth of the prompt, rounded up to a multiple of 8)")
     add("--prompt", help="show how each path goes on with this text instead of the tables")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add("--device", type=device, default="cpu", help="where to compute (default: %(default)s)")
