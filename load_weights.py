@@ -26,8 +26,9 @@ def load_gpt2(model, device="cpu"):
     too: its perplexity is then that of a model that could say them, higher by a hair.
     """
     directory = find(str(model))
-    config, tokenizer = load_config(directory), load_tokenizer(directory)
-    gpt2, n = load_weights(directory, config), tokenizer.n_vocab
+    config = load_config(directory)
+    tokenizer, gpt2 = load_tokenizer(directory), load_weights(directory, config)
+    n = tokenizer.n_vocab
     if n > config.vocab_size:
         raise ValueError(f"{directory}: the tokenizer has ids up to {n - 1}, vocab_size in config."
                          f"json is {config.vocab_size}: the files belong to different models")
@@ -48,7 +49,8 @@ def load_config(directory):
                            ("add_cross_attention", False), ("tie_word_embeddings", True),
                            ("quantization_config", None)):
         if config.get(name) is not None and config[name] not in allowed:
-            raise ValueError(f"{path}: {name} = {config[name]!r} is not supported, only {allowed[0]!r}")
+            raise ValueError(f"{path}: {name} = {config[name]!r} is not supported, only "
+                             f"{allowed[0]!r}")
     # the other names under which transformers reads these sizes
     alias = {"n_embd": "hidden_size", "n_positions": "max_position_embeddings",
              "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}

@@ -120,7 +120,7 @@ def download(url, path, sha256=None):
         torch.hub.download_url_to_file(url, str(part), hash_prefix=sha256)
         if size < 0 and not sha256:
             raise ValueError("the server does not say how long the file is")
-        if size >= 0 and part.stat().st_size != size:   # torch.hub takes a cut connection for the end
+        if size >= 0 and part.stat().st_size != size:   # to torch.hub, a cut connection is the end
             raise ValueError(f"{part.stat().st_size} bytes came instead of {size}")
         os.replace(part, path)
     except (OSError, http.client.HTTPException, RuntimeError, ValueError) as error:
@@ -173,7 +173,7 @@ def plain_names(tensors):
                              "not: these are not the tensors of one model")
         names = [name.removeprefix(wrapper) for name in names]
     found = {}
-    for name, (path, _, tensor) in zip(names, tensors):
+    for name, (path, _, tensor) in zip(names, tensors, strict=True):
         name = name.removeprefix("transformer.")
         if name in found:
             raise ValueError(f"{path} holds {name} a second time, with and without a prefix or in "

@@ -1,8 +1,8 @@
 """GPT-2's tokenizer, as a tiktoken.Encoding, from the files that come with a checkpoint."""
 
-from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 
 from data.hub import FILES, read_json
@@ -48,16 +48,16 @@ def load_tokenizer(directory):
                          f"{len(ids) - 1}, each once): fetch it again")
 
     byte_of = byte_characters()
-    tokens = [*byte_of, *map("".join, merges)]
+    tokens = [*byte_of, *(pair.replace(" ", "") for pair in merges)]
     ids = [vocab.get(token) for token in tokens]
-    if None in ids or EOT not in every or not set(chain.from_iterable(tokens)) <= byte_of.keys():
+    if None in ids or EOT not in every or not set("".join(tokens)) <= byte_of.keys():
         lacking = EOT if EOT not in every else "a byte, or what a merge makes"
         raise ValueError(f"{path} lacks {lacking}: its vocabulary and the merges of "
                          f"{merges_path.name} do not belong together, or are damaged")
     if ids[256:] != sorted(set(ids[256:])) or max(ids[:256]) > min(ids[256:], default=1 << 31):
         raise ValueError(f"{path}: ids are not in the order of {merges_path.name}, as GPT-2's are; "
                          "such a tokenizer is not supported")
-    rank = dict(zip(tokens, ids))
+    rank = dict(zip(tokens, ids, strict=True))
     special = {token: i for token, i in every.items() if token not in rank}
     for token in special.keys() - added.keys():     # would one more merge make it?
         if token != EOT and not every[token] > every[EOT] > max(ids) \
@@ -65,7 +65,7 @@ def load_tokenizer(directory):
                         for cut in range(1, len(token))):
             raise ValueError(f"{merges_path} lacks the merge that makes {token!r} of {path}: it is "
                              "truncated, fetch it again")
-    check_merges(merges_path, merges, rank)
+    check_merges(merges_path, merges, rank, ids[256:])
     # Latin-1 writes the characters 0 to 255 as the bytes 0 to 255
     spell = {ord(character): byte for character, byte in byte_of.items()}
     ranks = {token.translate(spell).encode("latin-1"): i for token, i in rank.items()}
@@ -73,7 +73,7 @@ def load_tokenizer(directory):
                              special_tokens=special)
 
 
-def check_merges(path, merges, rank):
+def check_merges(path, merges, rank, ids):
     """Refuses merges of which GPT-2's BPE, which merges listed pairs, does not make each token.
 
     tiktoken merges any two neighbours whose bytes are a token's. That is the same where the merge
@@ -82,25 +82,32 @@ def check_merges(path, merges, rank):
     of b first. So undo the merges inside a and b, the latest first, and look at the two parts that
     meet in the middle: do they make a token before the merge that was just undone?
     """
-    made = {(rank.get(a), rank.get(b)): rank[a + b] for a, b in merges}
-    parts = {i: pair for pair, i in made.items()}
-    for i, (a, b) in parts.items():
-        before = i                              # what is made earlier than this gets ahead of it
-        good = a is not None and b is not None and a < i and b < i
-        while good and (a in parts or b in parts):
-            if a > b:
-                before, a = a, parts[a][1]
-            else:                               # of equal merges, the left one comes first
-                before, b = b + 1, parts[b][0]
-            good = made.get((a, b), before) >= before
-        if not good:
-            pair = " ".join(merges[list(parts).index(i)])
-            raise ValueError(f"{path}: {pair} is not the order in which tiktoken merges; such a "
-                             "tokenizer is not supported")
+    n = 1 + max(rank.values())
+    ids = np.array(ids, dtype=np.int64)
+    halves = " ".join(merges).split(" ") if merges else []
+    a, b = np.array([rank.get(half, n) for half in halves], dtype=np.int64).reshape(-1, 2).T
+    bad = (a >= ids) | (b >= ids)               # a part that is made later, or never
+    left, right = np.full((2, n + 1), -1)       # of each id the pair that makes it, -1 for bytes
+    left[ids], right[ids] = a, b
+    order = np.argsort(a * n + b)
+    pairs, made = (a * n + b)[order], ids[order]
+    at = np.flatnonzero(~bad)                   # the merges still looked at, all in one go
+    a, b = a[at], b[at]
+    while len(at):
+        on = left[np.maximum(a, b)] >= 0
+        at, a, b = at[on], a[on], b[on]
+        undo_a = a > b                          # of equal merges, the left one comes first
+        before = np.where(undo_a, a, b + 1)     # what is made earlier gets ahead of it
+        a, b = np.where(undo_a, right[a], a), np.where(undo_a, b, left[b])
+        found = np.minimum(np.searchsorted(pairs, a * n + b), len(pairs) - 1)
+        bad[at] |= (pairs[found] == a * n + b) & (made[found] < before)
+    if bad.any():
+        raise ValueError(f"{path}: {merges[bad.argmax()]} is not the order in which tiktoken "
+                         "merges; such a tokenizer is not supported")
 
 
 def read_two_files(path, merges_path):
-    """(vocabulary, merges, added tokens) of vocab.json, merges.txt and added_tokens.json."""
+    """(vocabulary, merges as "a b", added tokens) of vocab.json, merges.txt, added_tokens.json."""
     vocab, added_path = read_json(path), path.with_name("added_tokens.json")
     if not merges_path.exists():
         raise ValueError(f"{merges_path} is missing: a model is a directory with "
@@ -109,8 +116,8 @@ def read_two_files(path, merges_path):
         lines = merges_path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{merges_path} is damaged ({error}): fetch it again") from None
-    merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
-    if not all(len(pair) == 2 for pair in merges):
+    merges = [line.rstrip() for line in lines if line and not line.startswith("#version")]
+    if not all(pair.count(" ") == 1 for pair in merges):
         raise ValueError(f"{merges_path} is damaged (a line is no pair): fetch it again")
     return vocab, merges, read_json(added_path) if added_path.exists() else {}
 
@@ -141,10 +148,10 @@ def read_one_file(path):
                              "does; not supported")
     try:
         vocab, merges = file["model"]["vocab"], file["model"]["merges"]
-        merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in merges]
+        merges = [m if isinstance(m, str) else " ".join(m) for m in merges]
         added = {token["content"]: token["id"] for token in file.get("added_tokens") or []}
         if not isinstance(vocab, dict) or not all(isinstance(token, str) for token in added) \
-                or not all(len(m) == 2 and isinstance(m[0] + m[1], str) for m in merges):
+                or not all(pair.count(" ") == 1 for pair in merges):
             raise ValueError("no vocabulary, or a token is no text, or a merge no pair")
         return vocab, merges, added
     except (KeyError, TypeError, ValueError) as error:
