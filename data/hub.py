@@ -40,8 +40,10 @@ def find(model):
     home_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     hub = Path(os.environ.get("HF_HUB_CACHE")
                or Path(os.environ.get("HF_HOME") or home_cache / "huggingface") / "hub")
-    for name in (repository, model):            # older caches know gpt2 without its organisation
-        for snapshot in snapshots(hub / f"models--{name.replace('/', '--')}"):
+    # older caches know gpt2 without its organisation
+    caches = [hub / f"models--{name.replace('/', '--')}" for name in (repository, model)]
+    for cache in sorted(caches, key=lambda cache: not (cache / "refs" / "main").exists()):
+        for snapshot in snapshots(cache):
             if is_whole(snapshot):
                 return snapshot
     directory = home_cache / "pathoracle" / model

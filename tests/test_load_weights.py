@@ -2,7 +2,9 @@
 
 import http.server
 import json
+import math
 import random
+import re
 import shutil
 import threading
 from collections import Counter
@@ -79,9 +81,31 @@ def write_tokenizer(directory, merges=MERGES):
     return vocab
 
 
+def write_tokenizer_json(directory, merges=MERGES, pairs=True, edit=lambda file: None):
+    """As transformers 5 writes it, in the place of the two files that write_tokenizer wrote."""
+    vocab = write_tokenizer(directory, merges)
+    for name in ("vocab.json", "merges.txt"):
+        (directory / name).unlink()
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+    file = {"version": "1.0", "truncation": None, "padding": None,
+            "added_tokens": [{"id": vocab[EOT], "content": EOT, "special": True} | flags,
+                             {"id": len(vocab), "content": "<|user|>", "special": False} | flags],
+            "normalizer": None, "pre_tokenizer": byte_level, "decoder": byte_level,
+            "post_processor": {"type": "TemplateProcessing", "special_tokens": {},
+                               "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+                               "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]},
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "vocab": vocab,
+                      "merges": [list(m) if pairs else " ".join(m) for m in merges]}}
+    edit(file)
+    (directory / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
+    return vocab
+
+
 # ---- a tiny checkpoint ----
 
-SIZES = dict(vocab_size=500, n_positions=16, n_embd=8, n_layer=2, n_head=2)
+VOCAB = 256 + len(MERGES) + 1
+SIZES = dict(vocab_size=VOCAB, n_positions=16, n_embd=8, n_layer=2, n_head=2)
 
 
 def make_checkpoint(directory, edit=lambda tensors: tensors, shards=0, **changes):
@@ -112,7 +136,9 @@ def assert_loads(directory, tensors, n_head=2, eps=1e-5):
     gpt2, _ = load_gpt2(directory)
     assert all(p.dtype == torch.float32 and not p.requires_grad for p in gpt2.parameters())
     ids = [7, 0, 255, 12, 12, 91, 3, gpt2.config.vocab_size - 1]
-    weights = {name.removeprefix("transformer."): tensor.double().numpy() for name, tensor in tensors.items()}
+    weights = {re.sub(r"^((_orig_mod|module|model|transformer)\.)*", "", name): t.double().numpy()
+               for name, t in tensors.items()}
+    weights.setdefault("wte.weight", weights.get("lm_head.weight"))
     expected = torch.tensor(numpy_logits(weights, ids, n_head, eps))
     torch.testing.assert_close(gpt2(torch.tensor([ids]))[0].double(), expected, atol=1e-4, rtol=1e-4)
 
@@ -132,6 +158,15 @@ def with_head(tensors):
     return tensors | {"lm_head.weight": tensors[name].clone()}         # the head itself is never prefixed
 
 
+def head_alone(tensors):
+    tensors = with_head(tensors)
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("wte.weight")}
+
+
+def behind(prefix, edit=lambda tensors: tensors):
+    return lambda tensors: {prefix + name: tensor for name, tensor in edit(tensors).items()}
+
+
 def stored_as(dtype):
     return lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
@@ -140,7 +175,11 @@ def stored_as(dtype):
 
 LAYOUTS = dict(plain=lambda tensors: tensors, prefixed=prefixed, masks=with_masks, head=with_head,
                all=lambda tensors: with_head(prefixed(with_masks(tensors))),
-               float32=stored_as(torch.float32), float16=stored_as(torch.float16), bfloat16=stored_as(torch.bfloat16))
+               head_alone=lambda tensors: head_alone(prefixed(tensors)),
+               compiled=behind("_orig_mod.", with_masks), parallel=behind("module.", with_head),
+               both=behind("module._orig_mod.", prefixed), lightning=behind("model.", prefixed),
+               both_and_a_head=behind("_orig_mod.module.", lambda t: with_head(prefixed(t))),
+               float64=stored_as(torch.float64), float16=stored_as(torch.float16), bfloat16=stored_as(torch.bfloat16))
 
 
 @pytest.mark.parametrize("shards", [0, 3])
@@ -150,7 +189,7 @@ def test_every_layout_computes_what_numpy_computes(tmp_path, edit, shards):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(vocab_size=1000), dict(n_positions=8), dict(n_inner=20), dict(n_inner=None), dict(n_layer=11),
+    dict(n_positions=8), dict(n_inner=20), dict(n_inner=None), dict(n_layer=11),
     dict(n_embd=12, n_head=4), dict(layer_norm_epsilon=0.1)], ids=str)
 def test_every_size_of_the_config_is_used(tmp_path, changes):
     tensors = make_checkpoint(tmp_path, **changes)
@@ -200,8 +239,8 @@ def test_refuses_a_setting_by_its_name(tmp_path, name, value):
 
 
 @pytest.mark.parametrize("name, value, tensor", [
-    ("n_layer", 1, "h.1."), ("n_layer", 3, "h.2."), ("n_embd", 10, "(500, 8)"), ("n_positions", 17, "wpe.weight"),
-    ("vocab_size", 501, "wte.weight"), ("n_inner", 30, "mlp.c_fc.weight")])
+    ("n_layer", 1, "h.1."), ("n_layer", 3, "h.2."), ("n_embd", 10, f"({VOCAB}, 8)"), ("n_positions", 17, "wpe.weight"),
+    ("vocab_size", VOCAB + 1, "wte.weight"), ("n_inner", 30, "mlp.c_fc.weight")])
 def test_refuses_a_config_that_does_not_fit_the_file(tmp_path, name, value, tensor):
     make_checkpoint(tmp_path)
     edit_config(tmp_path, lambda config: config | {name: value})
@@ -222,11 +261,55 @@ def replaced(name, change):
     (replaced("h.1.attn.c_attn.weight", lambda t: t.t()), "1.attn.c_attn.weight"),             # not a Conv1D: (out, in)
     (replaced("h.0.attn.c_attn.bias", lambda t: t[:-1]), "0.attn.c_attn.bias"),
     (replaced("ln_f.weight", lambda t: t[None]), "ln_f.weight"),
+    (lambda tensors: {"module." + n if n != "ln_f.bias" else n: t for n, t in tensors.items()},
+     "ln_f.bias"),
+    (lambda tensors: behind("_orig_mod.")(tensors) | {"lm_head.weight": torch.ones(VOCAB, 8)},
+     "_orig_mod."),
     (replaced("wpe.weight", lambda t: t.int()), "wpe.weight"),
+    (replaced("h.1.ln_1.bias", lambda t: t.to(torch.float8_e4m3fn)), "h.1.ln_1.bias"),
+    (replaced("h.0.attn.c_attn.weight", lambda t: t.to(torch.complex64)), "h.0.attn.c_attn.weight"),
     (replaced("h.0.mlp.c_fc.weight", lambda t: t.to(torch.int8)), "0.mlp.c_fc.weight")])
 def test_refuses_tensors_by_their_name(tmp_path, edit, message):
     make_checkpoint(tmp_path, edit)
     assert message in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["wte.weight", "h.1.mlp.c_fc.weight", "ln_f.bias"])
+def test_refuses_a_single_number_that_is_not_finite(tmp_path, name, value):
+    def spoil(tensors):
+        tensors[name].view(-1)[-1] = value
+        return with_head(tensors)
+
+    make_checkpoint(tmp_path, spoil)
+    assert name in refusal(tmp_path) and "not finite" in refusal(tmp_path)
+
+
+def test_a_float64_beyond_float32_is_not_finite_but_a_sum_beyond_it_is_no_fault(tmp_path):
+    large = {"ln_f.bias": torch.full((8,), 1e300, dtype=torch.float64)}
+    make_checkpoint(tmp_path, lambda tensors: tensors | large)
+    assert "ln_f.bias" in refusal(tmp_path)
+    make_checkpoint(tmp_path, lambda tensors: tensors | {"ln_f.bias": torch.full((8,), 3e38)})
+    load_gpt2(tmp_path)
+
+
+@pytest.mark.parametrize("edit", [lambda tensors: tensors, with_head, head_alone])
+def test_rows_beyond_the_tokenizer_are_cut_off(tmp_path, edit):
+    def favour(tensors):                        # an id without a token wins, in every logit
+        tensors["wte.weight"][VOCAB:] *= 100
+        return edit(tensors)
+
+    tensors = make_checkpoint(tmp_path, favour, vocab_size=512)
+    gpt2, tokenizer = load_gpt2(tmp_path)
+    assert gpt2.config.vocab_size == gpt2.wte.num_embeddings == tokenizer.n_vocab == VOCAB
+    assert not gpt2.wte.weight.requires_grad
+    ids = torch.arange(16)[None]
+    weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}
+    weights.setdefault("wte.weight", weights.get("lm_head.weight"))
+    padded = torch.tensor(numpy_logits(weights, ids[0].tolist(), 2, 1e-5))
+    assert padded.argmax(dim=-1).max() >= VOCAB
+    torch.testing.assert_close(gpt2(ids)[0].double(), padded[:, :VOCAB], atol=1e-4, rtol=1e-4)
+    tokenizer.decode(gpt2(ids)[0].argmax(dim=-1).tolist())
 
 
 def without(name):
@@ -254,6 +337,8 @@ def header(file):
     (rewritten("vocab.json", lambda file: file[:-1]), ["vocab.json", "damaged"]),
     (without("model.safetensors"), ["model.safetensors is missing"]),
     (lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"), ["pickle", "safetensors"]),
+    (lambda model: [(model / "model.safetensors").unlink(), (model / "model.safetensors").mkdir()],
+     ["model.safetensors is a directory"]),
     (without("config.json"), ["config.json is missing"]),
     (without("vocab.json"), ["vocab.json is missing"]),
     (without("merges.txt"), ["merges.txt is missing"])])
@@ -278,11 +363,8 @@ def test_refuses_a_damaged_index(tmp_path, index):
 
 
 def test_refuses_a_tokenizer_with_more_ids_than_the_model(tmp_path):
-    ids = 256 + len(MERGES) + 1
-    make_checkpoint(tmp_path, vocab_size=ids - 1)
+    make_checkpoint(tmp_path, vocab_size=VOCAB - 1)
     assert "vocab_size" in refusal(tmp_path)
-    make_checkpoint(tmp_path, vocab_size=ids)
-    load_gpt2(tmp_path)
 
 
 def test_refuses_an_unknown_name_and_lists_the_known(tmp_path, monkeypatch):
@@ -346,7 +428,7 @@ def test_merges_cut_short_anywhere_are_refused(tmp_path):
         assert "merges.txt" in str(caught.value) and "\n" not in str(caught.value), length
 
 
-@pytest.mark.parametrize("change", [{"!": "0"}, {"!": 1}, {"!": -1}, {"!": None}, {EOT: 5}, {EOT: "500"}], ids=str)
+@pytest.mark.parametrize("change", [{"!": "0"}, {"!": 1}, {"!": -1}, {"!": None}, {EOT: 5}, {EOT: "500"}, {EOT: 500}], ids=str)
 def test_refuses_ids_that_are_none(tmp_path, change):
     vocab = write_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text(json.dumps(vocab | change), encoding="utf-8")
@@ -387,9 +469,9 @@ def hub(tmp_path, monkeypatch):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             server.requests.append(self.path)
-            name = self.path.removeprefix("/openai-community/gpt2/resolve/main/")
+            name = self.path.removeprefix(f"/{server.repository}/resolve/main/")
             fault = server.faults.get(name)
-            if name not in FILES or fault == "404":
+            if not (server.directory / name).is_file() or fault == "404":
                 return self.send_error(404)
             file = (server.directory / name).read_bytes()
             body = file[:len(file) // 2] if fault and self.command == "GET" else file
@@ -410,6 +492,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.directory, server.requests, server.faults = tmp_path / "served", [], {}
+    server.repository = "openai-community/gpt2"
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     threading.Thread(target=server.serve_forever, args=[0.01]).start()
     server.tensors = make_checkpoint(server.directory)
@@ -457,6 +540,70 @@ def test_a_hugging_face_cache_is_used_without_a_request(tmp_path, hub, monkeypat
     assert not hub.requests
 
 
+def put_snapshot(cache, repository, commit, changes, main=False):
+    """A model in a Hugging Face cache, told from another by the epsilon of its config."""
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    tensors = make_checkpoint(folder / "snapshots" / commit, **changes)
+    if main:
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(commit)
+    return tensors
+
+
+OLD, NEW = "gpt2", "openai-community/gpt2"
+
+
+@pytest.mark.parametrize("model, stored, meant", [
+    ("gpt2", [(NEW, "a", False), (NEW, "b", True), (NEW, "c", False)], 1),
+    ("gpt2", [(OLD, "a", True), (NEW, "b", False), (NEW, "c", True)], 2),
+    ("gpt2", [(NEW, "z", False), (OLD, "b", False), (OLD, "c", True)], 2),
+    (NEW, [(NEW, "a", False), (NEW, "b", True)], 1),
+    ("someone/their-gpt2", [("someone/their-gpt2", "b", True), (NEW, "a", True)], 0),
+    ("someone/their-gpt2", [("someone/their-gpt2", "b", False)], 0)])
+def test_refs_main_says_which_snapshot_is_meant(tmp_path, hub, monkeypatch, model, stored, meant):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    for i, (repository, commit, main) in enumerate(stored):
+        put_snapshot(tmp_path / "cache", repository, commit, {"layer_norm_epsilon": 0.1 + i}, main)
+    assert load_gpt2(model)[0].config.layer_norm_epsilon == 0.1 + meant
+    assert not hub.requests
+
+
+def test_an_older_snapshot_does_not_stand_in_for_main(tmp_path, hub, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    put_snapshot(tmp_path / "cache", NEW, "old", {"layer_norm_epsilon": 0.1})
+    put_snapshot(tmp_path / "cache", NEW, "new", {"layer_norm_epsilon": 0.2}, main=True)
+    (tmp_path / "cache/models--openai-community--gpt2/snapshots/new/merges.txt").unlink()
+    assert_loads("gpt2", hub.tensors)
+    assert hub.requests
+
+
+@pytest.mark.parametrize("one_file", [False, True])
+@pytest.mark.parametrize("shards", [0, 3])
+def test_an_owners_name_is_downloaded_in_each_layout(tmp_path, hub, one_file, shards):
+    hub.repository = "someone/their-gpt2"
+    shutil.rmtree(hub.directory)
+    tensors = make_checkpoint(hub.directory, shards=shards, vocab_size=VOCAB + one_file)
+    if one_file:
+        write_tokenizer_json(hub.directory)
+    assert_loads("someone/their-gpt2", tensors)
+    hub.requests.clear()
+    assert_loads("someone/their-gpt2", tensors)
+    assert not hub.requests
+
+
+def test_a_repository_without_safetensors_names_the_file_that_lacks(hub):
+    (hub.directory / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="resolve/main/model.safetensors: .*404"):
+        load_gpt2("gpt2")
+
+
+@pytest.mark.parametrize("name", ["data/mni", "a/b/c", "../there", "/no/where", "some one/x", ""])
+def test_what_is_no_name_is_not_asked_for(hub, name):
+    with pytest.raises(ValueError, match="no such model"):
+        find(name or "a/")
+    assert not hub.requests
+
+
 @pytest.mark.parametrize("lacking", FILES)
 def test_an_incomplete_snapshot_is_not_used(tmp_path, hub, monkeypatch, lacking):
     shutil.copytree(hub.directory, tmp_path / "cache" / SNAPSHOT)
@@ -473,7 +620,7 @@ def test_transformers_computes_the_same_from_our_checkpoint(tmp_path, changes):
     transformers = pytest.importorskip("transformers")
     make_checkpoint(tmp_path, **changes)
     theirs, (ours, _) = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval(), load_gpt2(tmp_path)
-    ids = torch.randint(500, (2, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
@@ -486,7 +633,7 @@ def test_a_checkpoint_that_transformers_saved_computes_the_same(tmp_path, size):
     theirs.save_pretrained(tmp_path, max_shard_size=size)
     write_tokenizer(tmp_path)
     assert (tmp_path / "model.safetensors").exists() == (size == "1GB")
-    ids = torch.randint(500, (2, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(load_gpt2(tmp_path)[0](ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
@@ -555,7 +702,7 @@ def new_training():
 
 def train(gpt2, optimizers, steps):
     for step in steps:
-        ids = torch.randint(500, (2, 16), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
         F.cross_entropy(gpt2(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         for optimizer in optimizers:
             optimizer.step()
