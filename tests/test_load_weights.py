@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,8 @@ def merge(parts, pair):
 def train_merges():
     """The most frequent pair, again and again, in each two neighbouring words: so merges across
     words exist as well."""
-    texts, merges = [spell(a + b) for words in TEXTS for a, b in zip(words, words[1:])], []
-    while pairs := Counter(pair for parts in texts for pair in zip(parts, parts[1:])):
+    texts, merges = [spell(a + b) for words in TEXTS for a, b in pairwise(words)], []
+    while pairs := Counter(pair for parts in texts for pair in pairwise(parts)):
         merges.append(min(pairs, key=lambda pair: (-pairs[pair], pair)))
         texts = [merge(parts, merges[-1]) for parts in texts]
     return merges
@@ -70,7 +71,7 @@ MERGES = train_merges()
 def naive_bpe(word, merges):
     """A word -> its tokens: while a pair of neighbours is listed, merge the one listed first."""
     parts = spell(word)
-    while listed := [pair for pair in merges if pair in zip(parts, parts[1:])]:
+    while listed := [pair for pair in merges if pair in pairwise(parts)]:
         parts = merge(parts, listed[0])
     return parts
 
