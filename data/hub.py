@@ -1,42 +1,119 @@
-"""Where the files of a model are: find("gpt2") -> a directory that holds them, fetched first if need be."""
+"""The files of a model: find("gpt2") -> a directory that holds them, fetched if need be.
+
+A model is a directory as Hugging Face lays it out: config.json; vocab.json and merges.txt, or
+tokenizer.json; model.safetensors, or the shards that model.safetensors.index.json lists.
+"""
 
 import http.client
 import json
 import os
+import re
 import urllib.request
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-REPOSITORIES = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+REPOSITORIES = {name: f"openai-community/{name}"
+                for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 REPOSITORIES["distilgpt2"] = "distilbert/distilgpt2"
 FILES = ("config.json", "vocab.json", "merges.txt", "model.safetensors")
+# what torch.compile, DataParallel and training frameworks put before the names of all tensors
+WRAPPERS = ("_orig_mod.", "module.", "model.")
 
 
 def find(model):
-    """The directory of a model: itself, a Hugging Face cache that has it whole, or our own cache (downloads what lacks)."""
-    for directory in (Path(model), Path(__file__).parent.parent / model):       # data/mini is found from anywhere
+    """The directory of a model: itself, a Hugging Face cache that has it whole, or our own cache.
+
+    A name is one of REPOSITORIES or owner/name; what our own cache lacks is downloaded.
+    """
+    here = Path(model), Path(__file__).parent.parent / model    # data/mini is found from anywhere
+    for directory in here:
         if directory.is_dir():
             return directory
-    if model not in REPOSITORIES:
-        raise ValueError(f"no such model: {model} (give a directory, or one of: {', '.join(REPOSITORIES)})")
-    environ, home_cache = os.environ, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    hub = Path(environ.get("HF_HUB_CACHE") or Path(environ.get("HF_HOME") or home_cache / "huggingface") / "hub")
-    for repository in (REPOSITORIES[model], model):         # older caches know gpt2 without its organisation
-        for snapshot in hub.glob(f"models--{repository.replace('/', '--')}/snapshots/*"):
-            if all((snapshot / name).exists() for name in FILES):
+    # a slip in the path of a directory, such as data/mni, is no name to ask the hub for
+    owned = re.fullmatch(r"[a-zA-Z0-9][\w.-]*/\w[\w.-]*", model, re.ASCII)
+    if model not in REPOSITORIES and (not owned or any(path.parent.is_dir() for path in here)):
+        raise ValueError(f"no such model: {model} (give a directory, owner/name of a repository, "
+                         f"or one of: {', '.join(REPOSITORIES)})")
+    repository = REPOSITORIES.get(model, model)
+    home_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    hub = Path(os.environ.get("HF_HUB_CACHE")
+               or Path(os.environ.get("HF_HOME") or home_cache / "huggingface") / "hub")
+    # older caches know gpt2 without its organisation
+    caches = [hub / f"models--{name.replace('/', '--')}" for name in (repository, model)]
+    for cache in sorted(caches, key=lambda cache: not (cache / "refs" / "main").exists()):
+        for snapshot in snapshots(cache):
+            if is_whole(snapshot):
                 return snapshot
     directory = home_cache / "pathoracle" / model
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-        if not (directory / name).exists():
-            download(f"{endpoint}/{REPOSITORIES[model]}/resolve/main/{name}", directory / name)
+    if not is_whole(directory):
+        endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        fetch(f"{endpoint}/{repository}/resolve/main", directory, model in REPOSITORIES)
     return directory
 
 
+def snapshots(cache):
+    """The snapshot that refs/main names; where nothing was fetched by that name, newest first."""
+    main = cache / "refs" / "main"
+    if main.exists():
+        return [cache / "snapshots" / main.read_text().strip()]
+    return sorted(cache.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def is_whole(directory):
+    def has(*names):
+        return all((directory / name).exists() for name in names)
+
+    return (has("config.json") and (has("tokenizer.json") or has("vocab.json", "merges.txt"))
+            and all(path.exists() for path in weight_files(directory)))
+
+
+def weight_files(directory):
+    """model.safetensors, or the shards that model.safetensors.index.json lists."""
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        return [whole]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map \
+            or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index} is damaged (no weight_map of file names): fetch it again")
+    return [directory / name for name in sorted(set(weight_map.values()))]
+
+
+def fetch(address, directory, published):
+    """Downloads the files of a model that directory lacks."""
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def get(*names):
+        for name in names:
+            if not (directory / name).exists():
+                download(f"{address}/{name}", directory / name)
+
+    def get_either(names, others):
+        try:
+            get(*names)
+        except OSError as error:
+            if getattr(error.__cause__, "code", None) != 404:
+                raise
+            try:
+                get(*others)
+            except OSError:
+                raise error from None           # neither is there: name what was asked for first
+
+    get("config.json")
+    # a fine-tune may have added tokens, which only tokenizer.json is sure to hold
+    two_files, one_file = ("vocab.json", "merges.txt"), ("tokenizer.json",)
+    get_either(*((two_files, one_file) if published else (one_file, two_files)))
+    get_either(["model.safetensors"], ["model.safetensors.index.json"])
+    get(*(path.name for path in weight_files(directory)))
+
+
 def download(url, path, sha256=None):
-    """Fetches url to path with a progress bar; path appears only once it has the size (and sum) that it must have."""
+    """Fetches url to path with a progress bar.
+
+    path appears only once it has the size (and sum) that it must have.
+    """
     part = Path(f"{path}.{os.getpid()}.part")
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD")) as reply:
@@ -45,11 +122,12 @@ def download(url, path, sha256=None):
         torch.hub.download_url_to_file(url, str(part), hash_prefix=sha256)
         if size < 0 and not sha256:
             raise ValueError("the server does not say how long the file is")
-        if size >= 0 and part.stat().st_size != size:       # torch.hub takes a cut connection for the end
+        if size >= 0 and part.stat().st_size != size:   # to torch.hub, a cut connection is the end
             raise ValueError(f"{part.stat().st_size} bytes came instead of {size}")
         os.replace(part, path)
     except (OSError, http.client.HTTPException, RuntimeError, ValueError) as error:
-        raise OSError(f"could not download {url}: {error}; try again, or put the file at {path} yourself") from error
+        raise OSError(f"could not download {url}: {error}; try again, or put the file at {path} "
+                      "yourself") from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -58,9 +136,50 @@ def read_json(path):
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: a model is a directory with {', '.join(FILES)}") from None
+        raise ValueError(f"{path} is missing: a model is a directory with {', '.join(FILES)}"
+                         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): fetch it again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged (no JSON object): fetch it again")
     return value
+
+
+def read_tensors(path):
+    """{name: tensor} of a safetensors file, memory-mapped: read from the disk only when used."""
+    if not Path(path).is_file():
+        pickled = Path(path).with_name("pytorch_model.bin").exists()
+        raise ValueError(f"{path} is {'a directory' if Path(path).is_dir() else 'missing'}"
+                         + pickled * ": pytorch_model.bin is a pickle and is not read; convert it "
+                         "to safetensors")
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or damaged ({error}): fetch it again") from None
+
+
+def read_metadata(path):
+    """The string metadata of a safetensors file that read_tensors has read."""
+    with safe_open(path, "pt") as file:
+        return file.metadata() or {}
+
+
+def plain_names(tensors):
+    """{name in GPT-2's published file: tensor} of [(path, name, tensor)], without causal masks."""
+    names = [name for _, name, _ in tensors]
+    while wrapper := next((w for w in WRAPPERS if any(name.startswith(w) for name in names)), None):
+        bare = [name for name in names if not name.startswith(wrapper)]
+        if bare:
+            raise ValueError(f"{tensors[0][0]}: some names begin with {wrapper!r}, {bare[0]} does "
+                             "not: these are not the tensors of one model")
+        names = [name.removeprefix(wrapper) for name in names]
+    found = {}
+    for name, (path, _, tensor) in zip(names, tensors, strict=True):
+        name = name.removeprefix("transformer.")
+        if name in found:
+            raise ValueError(f"{path} holds {name} a second time, with and without a prefix or in "
+                             "two shards")
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):      # masks that old files hold
+            found[name] = tensor
+    return found
