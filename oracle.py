@@ -7,18 +7,14 @@ cache of all blocks, over which the full model, GPT-2 as it is, goes on. Sizes i
 model.py; a span is a range of S skipped blocks, F the width of its oracle.
 """
 
-import json
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data.files import save_tensors
+from data.checkpoint import read_oracle, save_oracle
 from data.options import parse_skip
-from load_weights import fingerprint, read_metadata, read_tensors
+from load_weights import fingerprint
 from model import Block
-
-FORMAT = 2                  # of oracle files
 
 
 class Readout(nn.Module):
@@ -125,9 +121,9 @@ class PathOracle(nn.Module):
         x, start = self.gpt2.embed(ids), 0
         for span, oracle in zip(self.spans, self.oracles, strict=True):
             x = self.gpt2.run(x, start, span.start, cache)              # run
-            entering = [x, *oracle.states(x)]                           # predict: S + 1 of (B, T, C)
-            for i in span:
-                self.gpt2.blocks[i].fill(entering[i - span.start], cache[i])    # skip, but fill
+            entering = [x, *oracle.states(x)]                           # predict: S + 1 states
+            for i, state in zip(span, entering[:-1], strict=True):
+                self.gpt2.blocks[i].fill(state, cache[i])               # skip, but fill
             x, start = entering[-1], span.stop
         return self.gpt2.next_logits(x, start, cache), cache            # resume
 
@@ -161,18 +157,8 @@ def distinct_oracles(path):
 
 def save_path(file, path, settings, more_tensors):
     """One safetensors file: the oracles' tensors, and in its metadata all it takes to use them."""
-    settings = {**settings, "format": FORMAT, "fingerprint": fingerprint(path.gpt2)}
     tensors = {**distinct_oracles(path).state_dict(), **more_tensors}
-    save_tensors(file, tensors, {"pathoracle": json.dumps(settings)})
-
-
-def read_oracle(file):
-    """Settings and tensors of an oracle file; ValueError where it is missing or none of ours."""
-    tensors, metadata = read_tensors(file), read_metadata(file)
-    settings = json.loads(metadata.get("pathoracle", "{}"))
-    if settings.get("format") != FORMAT:
-        raise ValueError(f"{file} is no oracle of this version: train one with train_oracle.py")
-    return settings, tensors
+    save_oracle(file, tensors, {**settings, "fingerprint": fingerprint(path.gpt2)})
 
 
 def load_path(file, gpt2):

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from data.checkpoint import read_oracle
 from data.cli import command, interruptible, show
 from data.corpus import load_tokens, sample_windows, training_windows
 from data.files import optimizer_tensors, restore_optimizers
-from data.options import PATH_COLUMNS, train_options
+from data.options import PATH_COLUMNS, train_arguments
 from eval_ppl import path_rows
 from load_weights import load_gpt2
-from oracle import distinct_oracles, load_path, new_path, read_oracle, save_path
+from oracle import distinct_oracles, load_path, new_path, save_path
 
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
@@ -132,28 +133,8 @@ def train(path, ids, settings, optimizers, save):
     return settings["step"] == steps
 
 
-def read_arguments():
-    """-> settings, which the oracle's file keeps, and out, device, resume; the file to resume."""
-    parser = train_options(__doc__)
-    args = parser.parse_args()
-    unfinished = Path(f"{args.out}.unfinished")
-    old, before = unfinished if unfinished.exists() else args.out, {"step": 0}
-    if args.resume:
-        before = read_oracle(old)[0]
-        parser.set_defaults(**before)               # what is not given stays as it was
-        args = parser.parse_args()
-    elif unfinished.exists():
-        raise ValueError(f"{unfinished} holds a run that was cut: --resume, or delete it")
-    for name in set(before) & set(vars(args)) - {"steps", "lr", "model"}:
-        if getattr(args, name) != before[name]:
-            raise ValueError(f"--resume goes on with {name} = {before[name]}: leave that option "
-                             "out, or train anew")
-    settings = {**before, **vars(args)}
-    return settings, *(settings.pop(name) for name in ("out", "device", "resume")), old
-
-
 def main():
-    settings, out, device, resume, old = read_arguments()
+    settings, out, device, resume, old = train_arguments(__doc__)
     unfinished = Path(f"{out}.unfinished")          # holds the run; out is written when it is done
     gpt2, tokenizer = load_gpt2(settings["model"], device)
     config, heads = gpt2.config, settings["heads"]

@@ -2,8 +2,8 @@
 
 import argparse
 import contextlib
-import signal
 import ctypes
+import signal
 import sys
 import time
 

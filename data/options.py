@@ -5,6 +5,7 @@ import argparse
 import re
 from pathlib import Path
 
+from data.checkpoint import read_oracle
 from data.cli import Parser, device, non_negative, positive, positive_float, seed
 
 COST = ("compute", "compute", "{:.1%}"), ("ppl", "PPL", "{:.2f}"), ("ratio", "ratio", "{:.3f}")
@@ -82,3 +83,24 @@ def train_options(description):
         "--out; its settings hold, but for --steps, --lr, --model and --device")
     add("--device", type=device, default="cpu", help="where to compute, such as cuda")
     return parser
+
+
+def train_arguments(description):
+    """-> settings, which the oracle's file keeps, and out, device, resume; the file to resume."""
+    parser = train_options(description)
+    args = parser.parse_args()
+    unfinished = Path(f"{args.out}.unfinished")
+    old, before = unfinished if unfinished.exists() else args.out, {"step": 0}
+    if args.resume:
+        before = read_oracle(old)[0]
+        parser.set_defaults(**before)               # what is not given stays as it was
+        args = parser.parse_args()
+    elif unfinished.exists():
+        raise ValueError(f"{unfinished} holds a run that was cut: --resume, or delete it")
+    for name in set(before) & set(vars(args)) - {"steps", "lr", "model"}:
+        if getattr(args, name) != before[name]:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"--resume goes on with {option} {before[name]}: leave {option} out, "
+                             "or train anew")
+    settings = {**before, **vars(args)}
+    return settings, *(settings.pop(name) for name in ("out", "device", "resume")), old
