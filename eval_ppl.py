@@ -6,7 +6,6 @@ passage that stood in the prompt before (recall).
 """
 
 import json
-import math
 from bisect import bisect_right
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from data.corpus import load_tokens, recall_windows, windows
 from data.files import replace_file
 from data.greedy import show_continuations
 from data.measure import costs, flops
-from data.options import PATH_COLUMNS, PROMPT_COLUMNS, eval_options
+from data.options import eval_options, write_skip
+from data.tables import PATH_COLUMNS, PROMPT_COLUMNS, path_table, prompt_table
 from load_weights import load_gpt2
 from model import LayerCache
 from oracle import load_path, no_oracle, read_oracle
@@ -40,9 +40,10 @@ def evaluate(paths, ids, context):
     behind the spans, token by token, and are means over the spans.
     """
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in paths}    # loss, cosine, mse
-    scored = seen = 0
+    scored, seen, gpt2 = 0, 0, next(iter(paths.values())).gpt2
     for window in progress(windows(ids, context)):                          # (B, T)
         targets = window[:, 1:]
+        true = gpt2.states(window, gpt2.config.n_layer)                     # each (B, T, C)
         for name, path in paths.items():
             predicted = []                                                  # (B, T, C) of each span
             hooks = [oracle.register_forward_hook(lambda _, x, y, to=predicted: to.append(y))
@@ -50,15 +51,14 @@ def evaluate(paths, ids, context):
             sums[name][0] += token_losses(path(window)[:, :-1], targets).sum()
             for hook in hooks:
                 hook.remove()
-            true = path.gpt2.states(window, path.spans[-1].stop if path.spans else 0)
+            sums[name][1] += 0 if path.spans else window.numel()
             for span, y in zip(path.spans, predicted, strict=True):
                 t, n = true[span.stop], len(path.spans)
                 sums[name][1] += F.cosine_similarity(y, t, dim=-1).sum() / n
                 sums[name][2] += (y - t).square().mean(dim=-1).sum() / n
         scored, seen = scored + targets.numel(), seen + window.numel()
-    return {name: {"ppl": math.exp(loss / scored), "cosine": cosine / seen if paths[name].spans else 1.0,
-                   "mse": mse / seen} for name, (loss, cosine, mse) in
-            ((name, its.tolist()) for name, its in sums.items())}
+    return {name: {"ppl": (loss / scored).exp().item(), "cosine": (cosine / seen).item(),
+                   "mse": (mse / seen).item()} for name, (loss, cosine, mse) in sums.items()}
 
 
 def readers(path, ids):
@@ -99,47 +99,30 @@ def losses_after(path, batches, prompt, reads):
     return {name: torch.cat(parts) for name, parts in losses.items()}
 
 
-def path_rows(named_paths, ids, context):
+def path_rows(paths, ids, context):
     """Rows of the first table, for {name: path} of one model: the full model, no oracle once for
     each pattern, each path."""
-    gpt2 = next(iter(named_paths.values())).gpt2
-    paths = {"full model": no_oracle(gpt2, [])}
-    for name, path in named_paths.items():
-        paths.setdefault(f"no oracle, {path.pattern()}", no_oracle(gpt2, path.spans))
-        paths[name] = path
+    gpt2 = next(iter(paths.values())).gpt2
+    rows = {"full model": no_oracle(gpt2, [])}
+    for name, path in paths.items():
+        rows.setdefault(f"no oracle, {write_skip(path.spans)}", no_oracle(gpt2, path.spans))
+        rows[name] = path
     cost = costs({name: lambda ids, path=path: gpt2.unembed(path.hidden(ids)[:, -1])
-                  for name, path in paths.items()}, ids[None, :context])
-    figures = evaluate(paths, ids, context)
-    return [{"path": name, "blocks_run": path.n_run(), **figures[name], **cost[name],
-             "ratio": figures[name]["ppl"] / figures["full model"]["ppl"]}
-            for name, path in paths.items()]
+                  for name, path in rows.items()}, ids[None, :context])
+    blocks = {name: gpt2.config.n_layer - sum(map(len, path.spans)) for name, path in rows.items()}
+    return path_table(evaluate(rows, ids, context), cost, blocks)
 
 
 def prompt_rows(path, ids, context):
-    """Rows of the second table: three quarters of each window are read, the rest is scored.
-
-    recall: nats a token of a passage that comes again, but for its first sixth; kept: the share of
-    what the full model gains there from the prompt, None if that is less than half of its loss.
-    """
-    gpt2, prompt = path.gpt2, context * 3 // 4
+    """Rows of the second table: three quarters of each window are read, the rest is scored."""
+    prompt = context * 3 // 4
     reads = readers(path, ids[None, :prompt])
     whole = [window for window in windows(ids, context) if window.shape[1] == context]
-    losses = losses_after(path, whole, prompt, reads)
-    recall = {name: its[:, its.shape[1] // 6:].mean().item() for name, its
-              in losses_after(path, recall_windows(ids, context), prompt, reads).items()}
-    gain = recall["no prompt"] - recall["full model"]
-    reads["path throughout"] = lambda ids: gpt2.unembed(path.hidden(ids)[:, -1])
+    text = losses_after(path, whole, prompt, reads)
+    passage = losses_after(path, recall_windows(ids, context), prompt, reads)
+    reads["path throughout"] = lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])
     reads["no cache in the skipped blocks"] = reads["path throughout"]      # all that this needs
-    cost, full = costs(reads, ids[None, :prompt]), losses["full model"].mean().exp().item()
-    full_16 = losses["full model"][:, :16].mean().exp().item()
-    rows = []
-    for name, its in losses.items():
-        ppl, early = its.mean().exp().item(), its[:, :16].mean().exp().item()
-        kept = (recall["no prompt"] - recall[name]) / gain
-        rows.append({"path": name, "ppl": ppl, "ratio": ppl / full, "first_16_ppl": early,
-                     "first_16_ratio": early / full_16, "recall": recall[name],
-                     "kept": kept if gain > recall["no prompt"] / 2 else None, **cost[name]})
-    return sorted(rows, key=lambda row: row["ppl"])
+    return prompt_table(text, passage, costs(reads, ids[None, :prompt]))
 
 
 def main():

@@ -6,12 +6,10 @@ one line that says what is wrong and what to do.
 
 import hashlib
 from dataclasses import fields, replace
-from pathlib import Path
 
 import torch
 
-from data.hub import find, plain_names, read_json, read_tensors, weight_files
-from data.hub import read_metadata as read_metadata
+from data.hub import find, read_config, read_model
 from data.tokenizer import load_tokenizer
 from model import GPT2, GPT2Config
 
@@ -40,42 +38,12 @@ def load_gpt2(model, device="cpu"):
 
 def load_config(directory):
     """GPT2Config of config.json; refuses by its name a setting that model.py does not implement."""
-    path = Path(directory) / "config.json"
-    config = read_json(path)
-    # the settings that change the computation, and the values with which model.py computes the same
-    for name, *allowed in (("model_type", "gpt2"), ("scale_attn_weights", True),
-                           ("activation_function", "gelu_new", "gelu_pytorch_tanh"),
-                           ("scale_attn_by_inverse_layer_idx", False), ("pruned_heads", {}),
-                           ("add_cross_attention", False), ("tie_word_embeddings", True),
-                           ("quantization_config", None)):
-        if config.get(name) is not None and config[name] not in allowed:
-            raise ValueError(f"{path}: {name} = {config[name]!r} is not supported, only "
-                             f"{allowed[0]!r}")
-    # the other names under which transformers reads these sizes
-    alias = {"n_embd": "hidden_size", "n_positions": "max_position_embeddings",
-             "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-    sizes = {}
-    for field in fields(GPT2Config):
-        name = field.name
-        value = sizes[name] = config.get(name, config.get(alias.get(name), field.default))
-        kind = (float, int) if name == "layer_norm_epsilon" else int
-        if (not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < 1 << 31) \
-                and not (name == "n_inner" and value is None):
-            raise ValueError(f"{path}: {name} = {value!r} is not a positive number")
-    if sizes["n_embd"] % sizes["n_head"]:
-        raise ValueError(f"{path}: n_embd = {sizes['n_embd']} is not divisible by n_head = "
-                         f"{sizes['n_head']}")
-    return GPT2Config(**sizes)
+    return GPT2Config(**read_config(directory, {f.name: f.default for f in fields(GPT2Config)}))
 
 
 def load_weights(directory, config):
-    """GPT2 with the weights of the directory's safetensors files."""
-    files = weight_files(Path(directory))
-    found = plain_names([(path, *item) for path in files for item in read_tensors(path).items()])
-    file, asks = files[0], f"config.json (n_layer = {config.n_layer})"
-    head = found.pop("lm_head.weight", None)        # tied to wte: a file may hold either, or both
-    if head is not None:
-        found.setdefault("wte.weight", head)
+    """GPT2 with the weights of the directory's safetensors files, which must fit the config."""
+    found, asks = read_model(directory), f"config.json (n_layer = {config.n_layer})"
     with torch.device("meta"):                  # shapes only: nothing is initialised in vain
         gpt2 = GPT2(config)
     state = {}
@@ -83,25 +51,16 @@ def load_weights(directory, config):
         key = name.replace("blocks.", "h.", 1)
         tensor = found.pop(key, None)
         if tensor is None:
-            raise ValueError(f"{file} lacks {key}, which {asks} asks for")
-        if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"{file}: {key} is stored as {tensor.dtype}; only float16, bfloat16, "
-                             "float32 and float64 are read")
+            raise ValueError(f"{directory}: the weights lack {key}, which {asks} asks for")
         if ".c_" in name and tensor.ndim == 2:
             tensor = tensor.t()         # GPT-2 stores (in, out), a "Conv1D"; a view, no copy
         if tensor.shape != expected.shape:
-            raise ValueError(f"{file}: {key} has the shape {tuple(tensor.shape)} as the model uses "
-                             f"it, config.json asks for {tuple(expected.shape)}")
-        state[name] = tensor.float()
-        # the sum is one fast pass, and finite but for an overflow, where each number is looked at
-        if not state[name].sum().isfinite() and not state[name].isfinite().all():
-            raise ValueError(f"{file}: {key} holds numbers that are not finite: take another file")
+            raise ValueError(f"{directory}: {key} has the shape {tuple(tensor.shape)} as the model "
+                             f"uses it, config.json asks for {tuple(expected.shape)}")
+        state[name] = tensor
     if found:
-        raise ValueError(f"{file} holds {len(found)} tensors that {asks} does not know, such as "
-                         f"{min(found)}")
-    if head is not None and not torch.equal(head.float(), state["wte.weight"]):
-        raise ValueError(f"{file}: lm_head.weight differs from wte.weight; an untied head is not "
-                         "supported")
+        raise ValueError(f"{directory}: {asks} does not know {len(found)} tensors of the weights, "
+                         f"such as {min(found)}")
     gpt2.load_state_dict(state, assign=True)
     return gpt2.requires_grad_(False)
 

@@ -91,12 +91,6 @@ class PathOracle(nn.Module):
         super().__init__()
         self.gpt2, self.spans, self.oracles = gpt2, spans, nn.ModuleList(oracles)
 
-    def pattern(self):
-        return ",".join(f"{span.start}-{span.stop - 1}" for span in self.spans)
-
-    def n_run(self):
-        return self.gpt2.config.n_layer - sum(len(span) for span in self.spans)
-
     def forward(self, ids):
         """ids (B, T) -> logits (B, T, vocab_size)"""
         return self.gpt2.unembed(self.hidden(ids))
@@ -135,19 +129,11 @@ def no_oracle(gpt2, spans):
 
 def new_path(gpt2, settings):
     """An untrained PathOracle; of the settings (train_oracle.py's options) it needs skip, dim,
-    blocks, heads and shared. Raises ValueError where they do not fit the model or each other."""
+    blocks, heads and shared."""
     spans = parse_skip(settings["skip"], gpt2.config.n_layer)
-    dim, heads, lengths = settings["dim"], settings["heads"], [len(span) for span in spans]
-    if dim % heads:
-        raise ValueError(f"--dim {dim} is not divisible by --heads {heads}: take a multiple")
-    if settings["shared"] and len(set(lengths)) > 1:
-        raise ValueError(f"--shared needs spans of one length, unlike those of {settings['skip']}")
-    sizes = dim, settings["blocks"], heads
-    if settings["shared"]:
-        oracles = [Oracle(gpt2.config.n_embd, lengths[0], *sizes)] * len(spans)
-    else:
-        oracles = [Oracle(gpt2.config.n_embd, length, *sizes) for length in lengths]
-    return PathOracle(gpt2, spans, oracles)
+    sizes = settings["dim"], settings["blocks"], settings["heads"]
+    oracles = [Oracle(gpt2.config.n_embd, len(span), *sizes) for span in spans]
+    return PathOracle(gpt2, spans, oracles[:1] * len(spans) if settings["shared"] else oracles)
 
 
 def distinct_oracles(path):

@@ -13,10 +13,11 @@ import torch
 from torch.nn import functional as F
 
 from data.checkpoint import read_oracle
-from data.cli import command, interruptible, show
+from data.cli import command, interruptible, show, step_report
 from data.corpus import load_tokens, sample_windows, training_windows
-from data.files import optimizer_tensors, restore_optimizers
-from data.options import PATH_COLUMNS, train_arguments
+from data.optimizers import new_optimizers, optimizer_tensors, restore_optimizers
+from data.options import fit_to_model, train_arguments
+from data.tables import PATH_COLUMNS
 from eval_ppl import path_rows
 from load_weights import load_gpt2
 from oracle import distinct_oracles, load_path, new_path, save_path
@@ -91,21 +92,11 @@ def initialise(path, ids):
         x, start = oracle(x), span.stop
 
 
-def new_optimizers(oracles):
-    """Muon (Jordan et al. 2024) for the matrices that make the features, scaled so that AdamW's
-    learning rate serves both; AdamW for the rest."""
-    parameters = dict(oracles.named_parameters())
-    muon = [p for name, p in parameters.items() if p.ndim == 2 and "readouts" not in name]
-    adam = [p for name, p in parameters.items() if p.ndim == 1 or "readouts" in name]
-    return [torch.optim.AdamW(adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-            torch.optim.Muon(muon, weight_decay=0.0, ns_steps=3, adjust_lr_fn="match_rms_adamw")]
-
-
 def train(path, ids, settings, optimizers, save):
     """Steps settings["step"] to ["steps"] on 1-D ids; saves now and then. True if complete."""
     first, steps, B, T, seed = (settings[name] for name in
                                 ("step", "steps", "batch_size", "context", "seed"))
-    began = shown = saved = time.time()
+    report, saved = step_report(first, steps, B * T), time.time()
     with interruptible() as interrupted:            # looked at between steps
         for step in range(first, steps):
             share = min(1, (step + 1) / WARM_UP, (steps - step) / steps)    # then linearly to zero
@@ -120,13 +111,10 @@ def train(path, ids, settings, optimizers, save):
                 optimizer.param_groups[0]["lr"] = settings["lr"] * share
                 optimizer.step()
                 optimizer.zero_grad()
-            settings["step"], now = step + 1, time.time()
-            if now - shown > 5 or step in (first, steps - 1):
-                shown, rate = now, (step + 1 - first) / (now - began)
-                print(f"step {step + 1}/{steps}  loss {loss:.4f}  {rate * B * T:,.0f} tokens/s  "
-                      f"{(steps - step - 1) / rate:.0f} s left", flush=True)
-            if interrupted or now - saved > SAVE_EVERY:
-                saved = now
+            settings["step"] = step + 1
+            report(step + 1, loss)
+            if interrupted or time.time() - saved > SAVE_EVERY:
+                saved = time.time()
                 save()
             if interrupted:
                 break
@@ -137,13 +125,8 @@ def main():
     settings, out, device, resume, old = train_arguments(__doc__)
     unfinished = Path(f"{out}.unfinished")          # holds the run; out is written when it is done
     gpt2, tokenizer = load_gpt2(settings["model"], device)
-    config, heads = gpt2.config, settings["heads"]
-    settings["dim"] = settings["dim"] or max(1, config.n_embd * 7 // 16 // heads) * heads
-    context = settings["context"] = settings["context"] or min(config.n_positions, 256)
-    if not 8 <= context <= config.n_positions:
-        raise ValueError(f"--context takes 8 to {config.n_positions} for this model")
-    if settings["step"] >= settings["steps"]:
-        raise ValueError(f"{old} has all its {settings['step']} steps; give more --steps to go on")
+    fit_to_model(settings, gpt2.config)
+    context = settings["context"]
     torch.manual_seed(settings["seed"])
     path = load_path(old, gpt2) if resume else new_path(gpt2, settings).to(device)
     path.oracles.requires_grad_()
@@ -161,8 +144,8 @@ def main():
     save()                                          # now, should there be no permission or no space
     n = sum(p.numel() for p in path.oracles.parameters())
     of = sum(p.numel() for span in path.spans for i in span for p in gpt2.blocks[i].parameters())
-    print(f"{settings['model']}: an oracle of {n:,} parameters, {n / of:.1%} of those of the blocks "
-          f"{settings['skip']} that it replaces", flush=True)
+    print(f"{settings['model']}: an oracle of {n:,} parameters, {n / of:.1%} of those of the "
+          f"blocks {settings['skip']} that it replaces", flush=True)
     if not train(path, ids, settings, optimizers, save):
         print(f"stopped after step {settings['step']}, saved in {unfinished}; go on with: "
               f"python train_oracle.py --resume --out {shlex.quote(str(out))}")

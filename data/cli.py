@@ -111,6 +111,20 @@ def progress(batches, doing="evaluating"):
         done += batch.numel()
 
 
+def step_report(first, steps, tokens):
+    """-> report(done, loss), which says every five seconds how far a training is."""
+    start = shown = time.time()
+
+    def report(done, loss):
+        nonlocal shown
+        if time.time() - shown > 5 or done in (first + 1, steps):
+            shown = time.time()
+            rate = (done - first) / (shown - start)
+            print(f"step {done}/{steps}  loss {loss:.4f}  {rate * tokens:,.0f} tokens/s  "
+                  f"{(steps - done) / rate:.0f} s left", flush=True)
+    return report
+
+
 def show(rows, columns):
     """Prints rows as a table; a column is (key, heading, format)."""
     cells = [[heading for _, heading, _ in columns]]

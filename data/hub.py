@@ -145,6 +145,35 @@ def read_json(path):
     return value
 
 
+def read_config(directory, defaults):
+    """{size: value} for the sizes in defaults; refuses what model.py does not compute."""
+    path = Path(directory) / "config.json"
+    config = read_json(path)
+    # the settings that change the computation, and the values with which model.py computes the same
+    for name, *allowed in (("model_type", "gpt2"), ("scale_attn_weights", True),
+                           ("activation_function", "gelu_new", "gelu_pytorch_tanh"),
+                           ("scale_attn_by_inverse_layer_idx", False), ("pruned_heads", {}),
+                           ("add_cross_attention", False), ("tie_word_embeddings", True),
+                           ("quantization_config", None)):
+        if config.get(name) is not None and config[name] not in allowed:
+            raise ValueError(f"{path}: {name} = {config[name]!r} is not supported, only "
+                             f"{allowed[0]!r}")
+    # the other names under which transformers reads these sizes
+    alias = {"n_embd": "hidden_size", "n_positions": "max_position_embeddings",
+             "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    sizes = {}
+    for name, default in defaults.items():
+        value = sizes[name] = config.get(name, config.get(alias.get(name), default))
+        kind = (float, int) if name == "layer_norm_epsilon" else int
+        if (not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < 1 << 31) \
+                and not (name == "n_inner" and value is None):
+            raise ValueError(f"{path}: {name} = {value!r} is not a positive number")
+    if sizes["n_embd"] % sizes["n_head"]:
+        raise ValueError(f"{path}: n_embd = {sizes['n_embd']} is not divisible by n_head = "
+                         f"{sizes['n_head']}")
+    return sizes
+
+
 def read_tensors(path):
     """{name: tensor} of a safetensors file, memory-mapped: read from the disk only when used."""
     if not Path(path).is_file():
@@ -163,6 +192,30 @@ def read_metadata(path):
     """The string metadata of a safetensors file that read_tensors has read."""
     with safe_open(path, "pt") as file:
         return file.metadata() or {}
+
+
+def read_model(directory):
+    """{name in GPT-2's published file: float32 tensor} of the directory's safetensors files.
+
+    Refused: numbers that are not finite or of another type, an output matrix of its own, names
+    that are there twice.
+    """
+    files = weight_files(Path(directory))
+    found = plain_names([(path, *item) for path in files for item in read_tensors(path).items()])
+    for name, tensor in found.items():
+        if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"{files[0]}: {name} is stored as {tensor.dtype}; only float16, "
+                             "bfloat16, float32 and float64 are read")
+        found[name] = tensor = tensor.float()
+        # the sum is one fast pass, and finite but for an overflow, where each number is looked at
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
+            raise ValueError(f"{files[0]}: {name} holds numbers that are not finite: take another "
+                             "file")
+    head = found.pop("lm_head.weight", None)        # tied to wte: a file may hold either, or both
+    if head is not None and not torch.equal(head, found.setdefault("wte.weight", head)):
+        raise ValueError(f"{files[0]}: lm_head.weight differs from wte.weight; an untied head is "
+                         "not supported")
+    return found
 
 
 def plain_names(tensors):

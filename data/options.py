@@ -1,5 +1,4 @@
-"""The two commands' options, each with its default and meaning, their tables' columns, and the
-skip pattern."""
+"""The two commands' options, each with its default and its meaning, and the skip pattern."""
 
 import argparse
 import re
@@ -7,13 +6,6 @@ from pathlib import Path
 
 from data.checkpoint import read_oracle
 from data.cli import Parser, device, non_negative, positive, positive_float, seed
-
-COST = ("compute", "compute", "{:.1%}"), ("ppl", "PPL", "{:.2f}"), ("ratio", "ratio", "{:.3f}")
-TIME = ("prefill_ms", "prefill ms", "{:.1f}"), ("speedup", "speed-up", "{:.2f}x")
-PATH_COLUMNS = (("path", "path", "{}"), ("blocks_run", "blocks", "{}"), *COST,
-                ("cosine", "cosine", "{:.4f}"), ("mse", "MSE", "{:.4g}"), *TIME)
-PROMPT_COLUMNS = (("path", "prompt read by", "{}"), *COST, ("first_16_ratio", "first 16", "{:.3f}"),
-                  ("recall", "recall", "{:.2f}"), ("kept", "kept", "{:.1%}"), *TIME)
 
 
 def parse_skip(pattern, n_layer):
@@ -32,7 +24,7 @@ def parse_skip(pattern, n_layer):
             raise ValueError(f"skip pattern {pattern!r}: {start}-{end} runs backwards, "
                              f"write {end}-{start}")
         if end >= n_layer:
-            raise ValueError(f"skip pattern {pattern!r}: the model's blocks are 0 to {n_layer - 1}")
+            raise ValueError(f"skip pattern {pattern!r}: the model has blocks 0 to {n_layer - 1}")
         if start <= last + 1:
             raise ValueError(f"skip pattern {pattern!r}: spans ascend and leave at least one block "
                              "between them")
@@ -41,12 +33,17 @@ def parse_skip(pattern, n_layer):
     return spans
 
 
+def write_skip(spans):
+    """The reverse of parse_skip."""
+    return ",".join(f"{span.start}-{span.stop - 1}" for span in spans)
+
+
 def eval_options(description):
     """The parser of eval_ppl.py."""
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("oracles", nargs="*", metavar="ORACLE", type=Path, help="files of train_oracle.py; default: "
-        "oracle.safetensors in the working directory, else those in data/mini/")
+    add("oracles", nargs="*", metavar="ORACLE", type=Path, help="files of train_oracle.py "
+        "(default: oracle.safetensors in the working directory, else those in data/mini/)")
     add("--model", help="directory or name of the GPT-2 (default: the first oracle's)")
     add("--text", help="docs, wikitext-2 or a text file (default: the first oracle's)")
     add("--context", type=positive, help="tokens in a window (default: the first oracle's)")
@@ -104,3 +101,19 @@ def train_arguments(description):
                              "or train anew")
     settings = {**before, **vars(args)}
     return settings, *(settings.pop(name) for name in ("out", "device", "resume")), old
+
+
+def fit_to_model(settings, config):
+    """Sets what depends on the model and was not given; ValueError for what does not fit it."""
+    heads, lengths = settings["heads"], set(map(len, parse_skip(settings["skip"], config.n_layer)))
+    settings["dim"] = settings["dim"] or max(1, config.n_embd * 7 // 16 // heads) * heads
+    settings["context"] = settings["context"] or min(config.n_positions, 256)
+    if settings["dim"] % heads:
+        raise ValueError(f"--dim {settings['dim']} is not divisible by --heads {heads}")
+    if settings["shared"] and len(lengths) > 1:
+        raise ValueError(f"--shared needs spans of one length, unlike those of {settings['skip']}")
+    if not 8 <= settings["context"] <= config.n_positions:
+        raise ValueError(f"--context takes 8 to {config.n_positions} for this model")
+    if settings["step"] >= settings["steps"]:
+        raise ValueError(f"this oracle has all its {settings['step']} steps: give more --steps to "
+                         "go on")

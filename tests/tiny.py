@@ -1,21 +1,29 @@
-"""A tiny GPT-2 with random weights, the same as a model directory, a tiny text, and what prefilling must lead to."""
+"""A tiny GPT-2 with random weights, the same as a model directory, paths on it and their NumPy
+reference, a tiny text."""
 
 import json
 import random
 from dataclasses import asdict
 
+import numpy as np
 import torch
+from numpy_gpt2 import arrays, numpy_logits
 from safetensors.torch import save_file
 from torch import nn
 
+from data.options import parse_skip
 from model import GPT2, GPT2Config
+from oracle import PathOracle, new_path
 
 PRINTS = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTES = PRINTS + [b for b in range(256) if b not in PRINTS]             # GPT-2's order: token i is the byte BYTES[i]
-CHARACTERS = [chr(b) for b in PRINTS] + [chr(256 + n) for n in range(256 - len(PRINTS))]     # and is spelled so
+BYTES = PRINTS + [b for b in range(256) if b not in PRINTS]     # GPT-2's order: token i is BYTES[i]
+CHARACTERS = [chr(b) for b in PRINTS] + [chr(256 + n) for n in range(256 - len(PRINTS))]
 MERGES = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("a", "n")]       # U+0120 spells the space
-CONFIG = GPT2Config(vocab_size=256 + len(MERGES) + 1, n_positions=32, n_embd=24, n_layer=6, n_head=4)
+CONFIG = GPT2Config(vocab_size=256 + len(MERGES) + 1, n_positions=32, n_embd=24, n_layer=6,
+                    n_head=4)
 EOT_ID = CONFIG.vocab_size - 1
+SETTINGS = {"model": "tiny", "text": "docs", "skip": "2-4", "dim": 16, "blocks": 2, "heads": 2,
+            "shared": False, "context": 16, "step": 0, "steps": 1}
 
 
 def tiny_gpt2(seed=0):
@@ -29,15 +37,29 @@ def tiny_gpt2(seed=0):
 
 
 def random_ids(batch, length, seed=0):
-    return torch.randint(CONFIG.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(CONFIG.vocab_size, (batch, length), generator=generator)
+
+
+def changed(ids, t):
+    """ids (B, T) with other tokens at position t."""
+    ids = ids.clone()
+    ids[:, t] = (ids[:, t] + 1) % CONFIG.vocab_size
+    return ids
 
 
 def randomize(module, seed=0, std=0.3):
-    """Random weights for oracles, which start as no change at all."""
+    """Random weights, and deviations, for oracles, which start as no change at all."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in module.parameters():
+        for p in (*module.parameters(), *module.buffers()):
             p.normal_(0, std, generator=generator)
+
+
+def random_path(gpt2, skip="2-4", **settings):
+    path = new_path(gpt2, {**SETTINGS, "skip": skip, **settings})
+    randomize(path.oracles)
+    return path.requires_grad_(False)
 
 
 class Exact(nn.Module):
@@ -46,52 +68,56 @@ class Exact(nn.Module):
     def __init__(self, gpt2, span):
         super().__init__()
         self.gpt2, self.span = gpt2, span
+        self.readouts = [lambda x, features, j=j: features.chunk(len(span), dim=-1)[j]
+                         for j in range(len(span))]
 
-    def trunk(self, x):
-        states = []
+    def features(self, x):
+        states = [x]
         for i in self.span:
-            states.append(x := self.gpt2.blocks[i](x))
-        return torch.cat(states, dim=-1)
+            states.append(self.gpt2.blocks[i](states[-1]))
+        return torch.cat(states[1:], dim=-1)
 
-    def states(self, x, features, start, stop=None):
-        return torch.stack(features.chunk(len(self.span), dim=-1))[start:stop]
+    def states(self, x):
+        return [*self.features(x).chunk(len(self.span), dim=-1)]
 
     def forward(self, x):
-        return self.states(x, self.trunk(x), -1)[0]
+        return self.states(x)[-1]
 
 
-def mixed_logits(path, ids, jumped, seen=True):
-    """What a prefill of which `jumped` tokens went through the path must lead to, computed without a cache.
+def exact_path(gpt2, skip="2-4"):
+    spans = parse_skip(skip, CONFIG.n_layer)
+    return PathOracle(gpt2, spans, [Exact(gpt2, span) for span in spans])
 
-    All of ids (B, T) goes through all blocks, but behind each skipped one the first tokens' states are the oracle's.
-    seen=False hides those tokens from the others in the skipped blocks.
-    """
-    x = path.gpt2.embed(ids)
-    for i, block in enumerate(path.gpt2.blocks):
-        for span, oracle in zip(path.spans, path.oracles):
-            if i == span.start:
-                states = list(oracle.states(x[:, :jumped], oracle.trunk(x[:, :jumped]), -len(span)))
-        if any(i in span for span in path.spans):
-            x = torch.cat([states.pop(0), block(x)[:, jumped:] if seen else block(x[:, jumped:])], dim=1)
-        else:
-            x = block(x)
-    return path.gpt2.unembed(x)
+
+def reference(path, ids, jumped=None, seen=True):
+    """Logits (B, T, V) in NumPy: of the path, or, where only the first `jumped` tokens go through
+    it, of the full model behind them."""
+    oracles = [(span, arrays(oracle),
+                oracle.blocks[0].attn.n_head if getattr(oracle, "blocks", ()) else 1)
+               for span, oracle in zip(path.spans, path.oracles, strict=True)]
+    w, jumped = arrays(path.gpt2), ids.shape[1] if jumped is None else jumped
+    return torch.tensor(np.stack([numpy_logits(w, row, CONFIG.n_head, CONFIG.layer_norm_epsilon,
+                                               oracles, jumped, seen) for row in ids.tolist()]))
 
 
 def write_checkpoint(directory, seed=0):
-    """tiny_gpt2(seed) and its tokenizer as the four files of a model directory; gives the directory."""
+    """tiny_gpt2(seed) and its tokenizer as the four files of a model directory; gives that."""
     directory.mkdir(parents=True)
-    tensors = {name.replace("blocks.", "h."): (p.t() if ".c_" in name and p.ndim == 2 else p).contiguous()
+    tensors = {name.replace("blocks.", "h."):
+               (p.t() if ".c_" in name and p.ndim == 2 else p).contiguous()
                for name, p in tiny_gpt2(seed).named_parameters()}
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"model_type": "gpt2", **asdict(CONFIG)}))
+    config = json.dumps({"model_type": "gpt2", **asdict(CONFIG)})
+    (directory / "config.json").write_text(config)
     tokens = [*CHARACTERS, *map("".join, MERGES), "<|endoftext|>"]
-    (directory / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), encoding="utf-8")
-    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, MERGES), ""]), encoding="utf-8")
+    vocab = json.dumps({token: i for i, token in enumerate(tokens)})
+    (directory / "vocab.json").write_text(vocab, encoding="utf-8")
+    merges = "\n".join(["#version: 0.2", *map(" ".join, MERGES), ""])
+    (directory / "merges.txt").write_text(merges, encoding="utf-8")
     return directory
 
 
 def tiny_text(words=500, seed=0):
     """Some 2,500 characters, so some 250 held-out ones."""
-    choose = random.Random(seed)
-    return " ".join(choose.choices(["the", "than", "an", "cat", "sat", "on", "mat,", "naïve", "theory.\n"], k=words))
+    vocabulary = ["the", "than", "an", "cat", "sat", "on", "mat,", "naïve", "theory.\n"]
+    return " ".join(random.Random(seed).choices(vocabulary, k=words))
