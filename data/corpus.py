@@ -29,6 +29,7 @@ import torch
 
 from data.files import replace_file
 from data.hub import download
+from data.interrupt import interruptible, worker
 
 CACHE = Path(__file__).parent / "cache"
 MIN_CHARS = 200             # a shorter literal is seldom documentation
@@ -46,8 +47,8 @@ def load_tokens(text, tokenizer, context=2):
     sides = []
     for name, documents in zip(("training", "held-out"), load_text(text), strict=True):
         ids = []
-        for document in tokenizer.encode_ordinary_batch(documents):
-            ids += document + [tokenizer.eot_token]
+        for document in documents:      # one by one, for Ctrl-C amid tiktoken's threads can block
+            ids += [*tokenizer.encode_ordinary(document), tokenizer.eot_token]
         ids = ids[:-1]
         if len(ids) < context:
             raise ValueError(f"the {name} side of {text} has {len(ids)} tokens, less than one "
@@ -150,11 +151,19 @@ def split_docs(packages):
                 digest = hashlib.sha256(f"{package}/{name.as_posix()}".encode()).digest()
                 number = digest[0] * 256 + digest[1]
                 heldout_file.append(number < 65536 * 5 // 100)      # 5% of the files
+    documents = []
     try:
-        with ProcessPoolExecutor() as pool:
-            documents = list(pool.map(literals, files, chunksize=64))
-    except BrokenProcessPool:
-        raise OSError("a process that collects text was killed: is there enough memory?") from None
+        with interruptible() as interrupted, ProcessPoolExecutor(initializer=worker) as pool:
+            for its in pool.map(literals, files, chunksize=16):
+                documents.append(its)
+                if interrupted:
+                    pool.shutdown(cancel_futures=True)
+                    break
+    except BrokenProcessPool:           # which Ctrl-C brings about, too
+        if not interrupted:
+            raise OSError("a process that reads files was killed: is memory short?") from None
+    if interrupted:
+        raise KeyboardInterrupt
     sides = [dict.fromkeys(d for ds, h in zip(documents, heldout_file, strict=True) if h == side
                            for d in ds) for side in (0, 1)]
     # a test's string of one character 4,000 times is no English, and would be 8% of the held-out

@@ -6,14 +6,15 @@ A command calls install() before it imports what takes its time, so this file im
 import os
 import signal
 from contextlib import contextmanager, suppress
-from multiprocessing import current_process
+from multiprocessing import current_process, parent_process
+from threading import Thread
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def end_at_once(*_):
-    """While nothing is under way yet: there is nothing to clean up."""
-    if current_process().name == "MainProcess":         # a worker ends silently, one line is enough
+    """Where nothing is to be cleaned up: before main and after it, and in a worker process."""
+    if current_process().name == "MainProcess":         # one line is enough
         with suppress(OSError):
             os.write(2, b"interrupted\n")
     os._exit(130)
@@ -21,14 +22,18 @@ def end_at_once(*_):
 
 def end_cleanly(*_):
     """While main runs: an exception, so that every `finally` has its turn."""
-    if current_process().name != "MainProcess":         # a worker has nothing to clean up
-        os._exit(130)
     raise KeyboardInterrupt
 
 
 def install():
     for number in SIGNALS:
         signal.signal(number, end_at_once)
+
+
+def worker():
+    """For the processes of a pool, which otherwise wait for ever when what started them is killed."""
+    install()
+    Thread(target=lambda: (parent_process().join(), os._exit(130)), daemon=True).start()
 
 
 @contextmanager
