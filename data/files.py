@@ -68,8 +68,7 @@ def replace_file(path, content):
             part.write_bytes(content)
             os.replace(part, target)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None       # say the name that the user knows
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from None     # the name as given
 
 
 def save_tensors(path, tensors, metadata):
@@ -94,7 +93,10 @@ def check_output(path, option, reads=()):
         if stream(path) is None:
             if os.path.exists(path) and not os.access(path, os.W_OK):
                 raise PermissionError(0, "it is write-protected")
-            with part_of(behind_links(path)) as part:
+            target = behind_links(path)
+            if target.is_symlink():
+                raise OSError(0, "it is a link to itself")
+            with part_of(target) as part:
                 part.write_bytes(b"?")
         elif Path(path).is_char_device():       # not a pipe: its reader would take this for all
             with open(path, "wb", buffering=0) as file:

@@ -31,7 +31,7 @@ def install():
 
 
 def worker():
-    """For the processes of a pool, which otherwise wait for ever when what started them is killed."""
+    """For the processes of a pool, which else wait for ever when what started them is killed."""
     install()
     Thread(target=lambda: (parent_process().join(), os._exit(130)), daemon=True).start()
 
