@@ -5,6 +5,10 @@ and lets the full model, GPT-2 as it is, go on over the KV cache that was left: 
 passage that stood in the prompt before (recall).
 """
 
+if __name__ in ("__main__", "__mp_main__"):         # for Ctrl-C from here on, in workers too
+    import data.interrupt
+    data.interrupt.install()
+
 import json
 from bisect import bisect_right
 from pathlib import Path
@@ -14,7 +18,7 @@ from torch.nn import functional as F
 
 from data.cli import command, progress, show
 from data.corpus import load_tokens, recall_windows, windows
-from data.files import replace_file
+from data.files import check_output, replace_file
 from data.greedy import show_continuations
 from data.measure import costs, flops
 from data.options import eval_options, write_skip
@@ -133,11 +137,13 @@ def main():
     settings = [read_oracle(file)[0] for file in files]
     model, text, context = (getattr(args, name) or settings[0][name]
                             for name in ("model", "text", "context"))
+    if args.json and args.prompt is not None:
+        raise ValueError("--prompt shows text, --json writes figures: give one of them")
+    if args.json:
+        check_output(args.json, "--json", [*files, model, text])
     gpt2, tokenizer = load_gpt2(model, args.device)
     if not 8 <= context <= gpt2.config.n_positions:
         raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model")
-    if args.json and args.prompt is not None:
-        raise ValueError("--prompt shows text, --json writes figures: give one of them")
     paths = {str(file): load_path(file, gpt2) for file in files}
     for file, its in zip(files, settings, strict=True):
         print(f"{file}: oracle for blocks {its['skip']} of {its['model']}, {its['step']} of "

@@ -4,17 +4,21 @@ GPT-2 is frozen. Batches of random windows of text run through it, which gives t
 that the oracle must predict; nothing is stored but the oracle. The run ends with held-out figures.
 """
 
+if __name__ in ("__main__", "__mp_main__"):         # for Ctrl-C from here on, in workers too
+    import data.interrupt
+    data.interrupt.install()
+
 import shlex
 import sys
 import time
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from data.checkpoint import read_oracle
-from data.cli import command, interruptible, show, step_report
+from data.cli import command, show, step_report
 from data.corpus import load_tokens, sample_windows, training_windows
+from data.interrupt import interruptible
 from data.optimizers import new_optimizers, optimizer_tensors, restore_optimizers
 from data.options import fit_to_model, train_arguments
 from data.tables import PATH_COLUMNS
@@ -122,8 +126,7 @@ def train(path, ids, settings, optimizers, save):
 
 
 def main():
-    settings, out, device, resume, old = train_arguments(__doc__)
-    unfinished = Path(f"{out}.unfinished")          # holds the run; out is written when it is done
+    settings, out, device, resume, unfinished, old = train_arguments(__doc__)
     gpt2, tokenizer = load_gpt2(settings["model"], device)
     fit_to_model(settings, gpt2.config)
     context = settings["context"]

@@ -1,20 +1,15 @@
 """What the commands share: errors in one line, progress, tables."""
 
 import argparse
-import contextlib
 import ctypes
-import signal
 import sys
 import time
+from contextlib import suppress
 
 import torch
 
-COST = [("compute", "compute", "{:.1%}"), ("ppl", "PPL", "{:.2f}"), ("ratio", "ratio", "{:.3f}")]
-TIME = [("prefill_ms", "prefill ms", "{:.1f}"), ("speedup", "speed-up", "{:.2f}x")]
-PATH_COLUMNS = [("path", "path", "{}"), ("blocks_run", "blocks", "{}"), *COST, ("cosine", "cosine", "{:.4f}"),
-                ("mse", "MSE", "{:.4g}"), *TIME]
-CONTINUATION_COLUMNS = [("path", "prompt read by", "{}"), ("blocks_run", "blocks", "{}"), *COST,
-                        ("first_16_ratio", "first 16", "{:.3f}"), *TIME]
+from data.files import release
+from data.interrupt import end_cleanly, handled_by
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,7 +27,7 @@ def positive(text):
 def seed(text):
     """For argparse: a seed, which random generators hold in 32 bits."""
     if not text.isdecimal() or int(text) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {(1 << 32) - 1}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 4294967295")
     return int(text)
 
 
@@ -58,14 +53,18 @@ def device(text):
     try:
         torch.zeros(1, device=text).item()
     except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from None
     return text
 
 
 def keep_memory():
-    """Has glibc keep the memory that a step frees, for the next one needs it again. Left to itself it returns large blocks to
-    the system and gets them back a page at a time, which can take a tenth of a training step."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    """Has glibc keep the memory that a step frees, for the next one needs it again.
+
+    Left to itself it returns large blocks to the system and gets them back a page at a time, which
+    can take a tenth of a training step.
+    """
+    mallopt = sys.platform == "linux" and getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         trim_threshold, mmap_threshold = -1, -3                 # their numbers in malloc.h
         # in bytes: what is asked for, or the most that older versions accept
@@ -74,28 +73,37 @@ def keep_memory():
 
 
 def command(main):
-    """Runs main; trouble with what the user gave becomes one line on stderr and exit status 2."""
+    """Runs main. Trouble with what the user gave is one line on stderr and status 2, Ctrl-C 130."""
     keep_memory()
+    for output in (sys.stdout, sys.stderr):
+        if output:                      # what a terminal's encoding cannot say is shown escaped
+            output.reconfigure(errors="backslashreplace")
     try:
-        main()
-    except (ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError):
-            if "memory" not in str(error):
-                raise
-            error = "there is not enough memory for this: take a smaller --batch-size or --context"
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        with handled_by(end_cleanly):
+            try:
+                main()
+            finally:
+                release()
+                print(end="", flush=True)
+        return
+    except BrokenPipeError:             # who reads our output has seen enough, as `| head` has
+        message, status = "", 141
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-
-
-@contextlib.contextmanager
-def interruptible():
-    got = []
-    before = signal.signal(signal.SIGINT, lambda *_: got.append(True))
-    yield got
-    signal.signal(signal.SIGINT, before)
+        message, status = "interrupted\n", 130
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        message, status = " ".join(str(error).split()), 2
+        if isinstance(error, (RuntimeError, MemoryError)):
+            if isinstance(error, RuntimeError) and "memory" not in message:
+                raise
+            message = "there is not enough memory: take a smaller --batch-size or --context"
+        message = f"error: {message}\n"
+    for output, text in ((sys.stderr, message), (sys.stdout, "")):
+        try:
+            print(text, end="", file=output, flush=True)
+        except OSError:                 # it is gone or full: Python must not try again at its end
+            with suppress(OSError):
+                output.close()
+    sys.exit(status)
 
 
 def progress(batches, doing="evaluating"):
@@ -128,8 +136,10 @@ def step_report(first, steps, tokens):
 def show(rows, columns):
     """Prints rows as a table; a column is (key, heading, format)."""
     cells = [[heading for _, heading, _ in columns]]
-    cells += [["" if row.get(key) is None else form.format(row[key]) for key, _, form in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
+    cells += [["" if row.get(key) is None else form.format(row[key]) for key, _, form in columns]
+              for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
-        print("  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]).rstrip())
+        numbers = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        print("  ".join([line[0].ljust(widths[0]), *numbers]).rstrip())
     print(flush=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from data.checkpoint import read_oracle
 from data.cli import Parser, device, non_negative, positive, positive_float, seed
+from data.files import check_output, claim
 
 
 def parse_skip(pattern, n_layer):
@@ -83,10 +84,12 @@ def train_options(description):
 
 
 def train_arguments(description):
-    """-> settings, which the oracle's file keeps, and out, device, resume; the file to resume."""
+    """-> settings, which the oracle's file keeps; out, device, resume; where the run is kept until
+    it is complete, and the file to resume."""
     parser = train_options(description)
     args = parser.parse_args()
-    unfinished = Path(f"{args.out}.unfinished")
+    check_output(args.out, "--out", (args.model, args.text))
+    unfinished = claim(args.out)
     old, before = unfinished if unfinished.exists() else args.out, {"step": 0}
     if args.resume:
         before = read_oracle(old)[0]
@@ -100,7 +103,7 @@ def train_arguments(description):
             raise ValueError(f"--resume goes on with {option} {before[name]}: leave {option} out, "
                              "or train anew")
     settings = {**before, **vars(args)}
-    return settings, *(settings.pop(name) for name in ("out", "device", "resume")), old
+    return settings, *(settings.pop(name) for name in ("out", "device", "resume")), unfinished, old
 
 
 def fit_to_model(settings, config):

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from data.cost import flops
 from tiny import CONFIG, Exact, mixed_logits, random_ids, randomize, tiny_gpt2
 from torch import nn
 from torch.testing import assert_close
 
-from data.cost import flops
 from eval_ppl import continuations, evaluate, path_rows, token_losses, windows
 from oracle import Nothing, PathOracle, new_path, parse_skip
 

@@ -53,7 +53,10 @@ def milliseconds(functions, ids, runs=15):
 
 
 def main():
-    from model import GPT2, GPT2Config                  # here, for eval_ppl.py imports this file, and train_oracle.py that
+    from model import (  # here, for eval_ppl.py imports this file, and train_oracle.py that
+        GPT2,
+        GPT2Config,
+    )
     from oracle import default_replay, new_path
     from train_oracle import DEFAULTS, KL_EVERY, default_dim, new_optimizers, train_step
 

@@ -36,7 +36,7 @@ SAVE_EVERY = 250                # steps
 
 def train_tokenizer(directory):
     """A byte-level BPE in GPT-2's order: 256 bytes, merges by rank, end-of-text last."""
-    from tokenizers import ByteLevelBPETokenizer    # needed here alone, so not in requirements.txt
+    from tokenizers import ByteLevelBPETokenizer  # needed here alone, so not in requirements.txt
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(load_text("docs")[0], vocab_size=CONFIG.vocab_size - 1,
                             show_progress=False)
