@@ -5,29 +5,23 @@ and lets the full model, GPT-2 as it is, go on over the KV cache that was left: 
 passage that stood in the prompt before (recall).
 """
 
-if __name__ in ("__main__", "__mp_main__"):         # for Ctrl-C from here on, in workers too
-    import data.interrupt
-    data.interrupt.install()
-
+import data.interrupt  # noqa: F401  isort: skip (first, for Ctrl-C while torch loads)
 import json
 from bisect import bisect_right
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from data.cli import command, progress, show
 from data.corpus import load_tokens, recall_windows, windows
-from data.files import check_output, replace_file
+from data.files import replace_file
 from data.greedy import show_continuations
 from data.measure import costs, flops
-from data.options import eval_options, write_skip
+from data.options import check_context, eval_arguments, write_skip
 from data.tables import PATH_COLUMNS, PROMPT_COLUMNS, path_table, prompt_table
 from load_weights import load_gpt2
 from model import LayerCache
-from oracle import load_path, no_oracle, read_oracle
-
-SHIPPED = Path(__file__).parent / "data" / "mini"
+from oracle import load_path, no_oracle
 
 
 def token_losses(logits, targets):
@@ -130,30 +124,19 @@ def prompt_rows(path, ids, context):
 
 
 def main():
-    args = eval_options(__doc__).parse_args()
-
-    own = Path("oracle.safetensors")
-    files = args.oracles or ([own] if own.exists() else sorted(SHIPPED.glob("oracle*.safetensors")))
-    settings = [read_oracle(file)[0] for file in files]
-    model, text, context = (getattr(args, name) or settings[0][name]
-                            for name in ("model", "text", "context"))
-    if args.json and args.prompt is not None:
-        raise ValueError("--prompt shows text, --json writes figures: give one of them")
-    if args.json:
-        check_output(args.json, "--json", [*files, model, text])
-    gpt2, tokenizer = load_gpt2(model, args.device)
-    if not 8 <= context <= gpt2.config.n_positions:
-        raise ValueError(f"--context takes 8 to {gpt2.config.n_positions} for this model")
-    paths = {str(file): load_path(file, gpt2) for file in files}
-    for file, its in zip(files, settings, strict=True):
+    args = eval_arguments(__doc__)
+    gpt2, tokenizer = load_gpt2(args.model, args.device)
+    context = check_context(args.context, gpt2.config)
+    paths = {str(file): load_path(file, gpt2) for file in args.oracles}
+    for file, its in args.oracles.items():
         print(f"{file}: oracle for blocks {its['skip']} of {its['model']}, {its['step']} of "
               f"{its['steps']} steps on {its['text']}")
     if args.prompt is not None:
         paths = {"full model": no_oracle(gpt2, []), **paths}
         return show_continuations(gpt2, tokenizer, paths, args.prompt)
 
-    ids = load_tokens(text, tokenizer, context)[1].to(args.device)
-    print(f"{model} on {len(ids):,} held-out tokens of {text}, windows of {context}\n", flush=True)
+    ids = load_tokens(args.text, tokenizer, context)[1].to(args.device)
+    print(f"{args.model} on {len(ids):,} held-out tokens of {args.text}, windows of {context}\n")
     rows, continuation = path_rows(paths, ids, context), []
     show(rows, PATH_COLUMNS)
     for name, path in paths.items():
@@ -161,10 +144,10 @@ def main():
         its = prompt_rows(path, ids, context)
         show(its, PROMPT_COLUMNS)
         if its[0]["kept"] is None:
-            print(f"{model} hardly copies from its prompt: recall cannot be judged on it\n")
-        continuation += its if len(files) == 1 else [{**row, "oracle": name} for row in its]
+            print(f"{args.model} hardly copies from its prompt: recall cannot be judged on it\n")
+        continuation += its if len(paths) == 1 else [{**row, "oracle": name} for row in its]
     if args.json:
-        figures = {"model": model, "text": text, "tokens": len(ids), "context": context,
+        figures = {"model": args.model, "text": args.text, "tokens": len(ids), "context": context,
                    "rows": rows, "continuation": continuation}
         replace_file(args.json, json.dumps(figures, indent=1).encode())
 

@@ -1,5 +1,4 @@
-"""GPT-2 in one file (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners",
-section 2.3).
+"""GPT-2 in one file (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
 The forward pass is three steps, so that a caller can enter and leave the stack at any block:
 

@@ -4,10 +4,7 @@ GPT-2 is frozen. Batches of random windows of text run through it, which gives t
 that the oracle must predict; nothing is stored but the oracle. The run ends with held-out figures.
 """
 
-if __name__ in ("__main__", "__mp_main__"):         # for Ctrl-C from here on, in workers too
-    import data.interrupt
-    data.interrupt.install()
-
+import data.interrupt  # noqa: F401  isort: skip (first, for Ctrl-C while torch loads)
 import shlex
 import sys
 import time

@@ -1,12 +1,14 @@
 """Ctrl-C, and SIGTERM, with which job schedulers end a run: one line and status 130, at any moment.
 
-A command calls install() before it imports what takes its time, so this file imports very little.
+A command imports this before what takes its time, so this file imports very little.
 """
 
 import os
 import signal
+import sys
 from contextlib import contextmanager, suppress
 from multiprocessing import current_process, parent_process
+from pathlib import Path
 from threading import Thread
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,3 +54,10 @@ def interruptible():
     came = []
     with handled_by(lambda *_: came.append(True)):
         yield came
+
+
+# imported by one of our commands, not by a test or as a library
+ROOT = Path(__file__).resolve().parent.parent
+if Path(getattr(sys.modules["__main__"], "__file__", "")).resolve().parent in (
+        ROOT, ROOT / "data" / "lab"):
+    install()

@@ -8,6 +8,8 @@ from data.checkpoint import read_oracle
 from data.cli import Parser, device, non_negative, positive, positive_float, seed
 from data.files import check_output, claim
 
+SHIPPED = Path(__file__).parent / "mini"
+
 
 def parse_skip(pattern, n_layer):
     """"2-9" -> [range(2, 10)], "1-3,5-7" -> [range(1, 4), range(5, 8)]: blocks are counted from 0.
@@ -52,6 +54,23 @@ def eval_options(description):
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add("--device", type=device, default="cpu", help="where to compute (default: %(default)s)")
     return parser
+
+
+def eval_arguments(description):
+    """The options of eval_ppl.py, where oracles is {file: settings}, and what was not given is as
+    in the first oracle's training."""
+    args = eval_options(description).parse_args()
+    own = Path("oracle.safetensors")
+    files = args.oracles or ([own] if own.exists() else sorted(SHIPPED.glob("oracle*.safetensors")))
+    args.oracles = {str(file): read_oracle(file)[0] for file in files}
+    first = next(iter(args.oracles.values()))
+    for name in ("model", "text", "context"):
+        setattr(args, name, getattr(args, name) or first[name])
+    if args.json and args.prompt is not None:
+        raise ValueError("--prompt shows text, --json writes figures: give one of them")
+    if args.json:
+        check_output(args.json, "--json", [*files, args.model, args.text])
+    return args
 
 
 def train_options(description):
@@ -106,17 +125,22 @@ def train_arguments(description):
     return settings, *(settings.pop(name) for name in ("out", "device", "resume")), unfinished, old
 
 
+def check_context(context, config):
+    """The context, if it fits the model; else ValueError."""
+    if not 8 <= context <= config.n_positions:
+        raise ValueError(f"--context takes 8 to {config.n_positions} for this model")
+    return context
+
+
 def fit_to_model(settings, config):
     """Sets what depends on the model and was not given; ValueError for what does not fit it."""
     heads, lengths = settings["heads"], set(map(len, parse_skip(settings["skip"], config.n_layer)))
     settings["dim"] = settings["dim"] or max(1, config.n_embd * 7 // 16 // heads) * heads
-    settings["context"] = settings["context"] or min(config.n_positions, 256)
+    settings["context"] = check_context(settings["context"] or min(config.n_positions, 256), config)
     if settings["dim"] % heads:
         raise ValueError(f"--dim {settings['dim']} is not divisible by --heads {heads}")
     if settings["shared"] and len(lengths) > 1:
         raise ValueError(f"--shared needs spans of one length, unlike those of {settings['skip']}")
-    if not 8 <= settings["context"] <= config.n_positions:
-        raise ValueError(f"--context takes 8 to {config.n_positions} for this model")
     if settings["step"] >= settings["steps"]:
         raise ValueError(f"this oracle has all its {settings['step']} steps: give more --steps to "
                          "go on")
