@@ -8,6 +8,7 @@ import torch
 from numpy_gpt2 import arrays, log_softmax, oracle_states
 from safetensors.torch import load_file, save_file
 from tiny import (
+    CONFIG,
     SETTINGS,
     changed,
     exact_path,
@@ -20,9 +21,10 @@ from tiny import (
 from torch.testing import assert_close
 
 from data.checkpoint import FORMAT
-from data.options import parse_skip
+from data.optimizers import new_optimizers
+from data.options import fit_to_model, parse_skip, write_skip
 from oracle import Oracle, Readout, load_path, new_path, no_oracle, read_oracle, save_path
-from train_oracle import initialise, new_optimizers, path_loss, state_loss
+from train_oracle import initialise, path_loss, state_loss
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 SKIPS = ["2-4", "3-3", "1-2,4-5", "0-5"]
@@ -31,6 +33,14 @@ SKIPS = ["2-4", "3-3", "1-2,4-5", "0-5"]
 @pytest.fixture
 def gpt2():
     return tiny_gpt2()
+
+
+@pytest.fixture
+def attentive(gpt2):
+    """One whose answers depend on its cache."""
+    for block in gpt2.blocks:
+        block.attn.c_proj.weight.mul_(6)
+    return gpt2
 
 
 def random(*shape, seed=0):
@@ -51,6 +61,7 @@ def random_oracle(n_states=3, blocks=2):
     ("0-1,3-4,6-10", [range(2), range(3, 5), range(6, 11)])])
 def test_good_skip_patterns(pattern, spans):
     assert parse_skip(pattern, 12) == spans
+    assert write_skip(spans) == pattern.replace(" ", "")
 
 
 @pytest.mark.parametrize("pattern, hint", [
@@ -90,7 +101,6 @@ def test_no_oracle_leaves_the_other_blocks(gpt2, skip, left):
     for i in left:
         x = gpt2.blocks[i](x)
     assert_close(path(ids), gpt2.unembed(x), **CLOSE)
-    assert path.n_run() == len(left) and path.pattern() == (skip or "")
 
 
 @pytest.mark.parametrize("skip, shared", [*((skip, False) for skip in SKIPS), ("1-2,4-5", True)])
@@ -108,8 +118,9 @@ def test_shared_spans_have_one_oracle_and_one_length(gpt2):
                    for shared in (False, True))
     assert shared.oracles[0] is shared.oracles[1] and own.oracles[0] is not own.oracles[1]
     assert [len(oracle.readouts) for oracle in own.oracles] == [2, 2]
+    fit_to_model({**SETTINGS, "skip": "1-2,4-5", "shared": True}, CONFIG)
     with pytest.raises(ValueError, match="one length"):
-        new_path(gpt2, {**SETTINGS, "skip": "1-2,4-4", "shared": True})
+        fit_to_model({**SETTINGS, "skip": "1-2,4-4", "shared": True}, CONFIG)
 
 
 # ---- the oracle ----
@@ -266,19 +277,19 @@ def kl(path, ids, jumped, first, every):
 
 
 @pytest.mark.parametrize("skip, shared", [("2-4", False), ("1-2,4-5", True), ("0-3", False)])
-def test_the_terms_of_the_next_token_distributions(gpt2, skip, shared):
-    path, ids = random_path(gpt2, skip, shared=shared), random_ids(2, 20)
+def test_the_terms_of_the_next_token_distributions(attentive, skip, shared):
+    path, ids = random_path(attentive, skip, shared=shared), random_ids(2, 20)
     states, of_path, of_cache = (path_loss(path, ids, 0.5, *weights).item()
                                  for weights in ((0, 0), (2, 0), (0, 3)))
-    assert_close((of_path - states) / 2, kl(path, ids, None, 0, 4), rtol=1e-3, atol=1e-3)
-    assert_close((of_cache - states) / 3, kl(path, ids, 15, 15, 2), rtol=1e-3, atol=1e-3)
-    assert kl(path, ids, 15, 15, 2) > 0.1                       # it is not trivial
+    assert_close((of_path - states) / 2, kl(path, ids, None, 0, 4), rtol=1e-3, atol=1e-4)
+    assert_close((of_cache - states) / 3, kl(path, ids, 15, 15, 2), rtol=1e-3, atol=1e-4)
+    assert kl(path, ids, 15, 15, 2) > 0.05                      # it is not trivial
 
 
 @pytest.mark.parametrize("name", ["readouts.0.up.bias", "readouts.1.scale", "readouts.2.pos0",
                                   "down.bias"])
-def test_the_gradient_through_the_cache_reaches_the_states_between(gpt2, name):
-    path, ids = random_path(gpt2), random_ids(2, 20)
+def test_the_gradient_through_the_cache_reaches_the_states_between(attentive, name):
+    path, ids = random_path(attentive), random_ids(2, 20)
     p = dict(path.oracles[0].named_parameters())[name].requires_grad_()
 
     def gradient(cache_weight):
@@ -292,8 +303,8 @@ def test_the_gradient_through_the_cache_reaches_the_states_between(gpt2, name):
                 p[i] += sign * step
                 ends.append(kl(path, ids, 15, 15, 2))
                 p[i] -= sign * step
-            assert_close(slope[i].item(), (ends[0] - ends[1]) / (2 * step), rtol=2e-2, atol=1e-3)
-    assert slope.abs().max() > 1e-2
+            assert_close(slope[i].item(), (ends[0] - ends[1]) / (2 * step), rtol=2e-2, atol=1e-5)
+    assert slope.abs().max() > 1e-4
 
 
 # ---- before the first step ----

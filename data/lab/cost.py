@@ -1,114 +1,143 @@
-"""What a path saves: floating-point operations as counted, milliseconds as measured.  python -m data.cost  prints both.
+"""What a path saves: operations as counted, time as measured.
 
-Weights are random, for speed does not depend on them: the shape of the embedded model at its context of 256 tokens, and
-GPT-2 Small's at 1,024 (training: 256); blocks 2 to 9 of 12 skipped. Everything in one table was measured in one interleaved run.
+    python -m data.lab.cost                 time to first token, and the speed of training
+    python -m data.lab.cost --scaling       operations and KV cache of larger models, longer prompts
+
+Weights are random, for speed does not depend on them: the mini model's shape at its context of 256
+tokens, and GPT-2 Small's at 1,024 (training: 256). What stands in one table was measured in one
+interleaved run. "allowed" is the speed-up that the operations allow, "reached" the share of it that
+the clock shows.
 """
 
+import data.interrupt  # noqa: F401  isort: skip (first, for Ctrl-C while torch loads)
 import argparse
-import math
 import os
-import statistics
-import time
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from data.cli import Parser, command, positive
+from data.cli import Parser, command, positive, show
+from data.measure import flops, milliseconds
+from data.optimizers import new_optimizers
+from data.options import fit_to_model, train_options
+from model import GPT2, GPT2Config
+from oracle import new_path, no_oracle
+from train_oracle import path_loss
+
+SHAPES = {"mini model": GPT2Config(4096, 256, 192, 12, 6), "GPT-2 Small": GPT2Config()}
+PATTERNS = "2-9", "1-3,5-7,9-10"
+LOSSES = {"states": (0.5, 0, 0), "states, cache": (0.5, 0, 1), "states, cache, KL": (0.5, 0.6, 1)}
+TIME_COLUMNS = (("way", "time to first token", "{}"), ("gflop", "GFLOP", "{:.2f}"),
+                ("allowed", "allowed", "{:.2f}x"), ("ms", "ms", "{:.1f}"),
+                ("speedup", "speed-up", "{:.2f}x"), ("reached", "reached", "{:.0%}"))
+STEP_COLUMNS = (("way", "a training step with", "{}"), ("gflop", "GFLOP", "{:.2f}"),
+                ("ms", "ms", "{:.1f}"), ("rate", "tokens/s", "{:,.0f}"))
+LARGE = {"GPT-2 Small": GPT2Config(), "GPT-2 XL": GPT2Config(n_embd=1600, n_layer=48, n_head=25),
+         "7B": GPT2Config(vocab_size=32000, n_embd=4096, n_layer=32, n_head=32)}
+PROMPTS = {"1k": 1 << 10, "8k": 1 << 13, "128k": 1 << 17}
+SCALING_COLUMNS = (("model", "model", "{}"), ("prompt", "prompt", "{}"), ("way", "read by", "{}"),
+                   ("tflop", "TFLOP", "{:,.2f}"), ("compute", "compute", "{:.1%}"),
+                   ("attention", "attention", "{:.1%}"), ("own", "oracle's own", "{:.1%}"),
+                   ("kv", "KV GB", "{:.3f}"))
 
 
-def flops(function, *args):
-    """Floating-point operations of the matrix products and attentions in function(*args), counted as they run."""
-    # the counter hands over the shapes of the tensors
-    def attention(q, k, v, *args, out_shape=None, **kwargs):
-        return sdpa_flop_count(q, k, v)
-
-    def attention_backward(grad, q, k, v, *args, out_shape=None, **kwargs):
-        return sdpa_backward_flop_count(grad, q, k, v)
-
-    def product(y, a, b, **kwargs):
-        return 2 * math.prod(a) * b[2]
-    # what the counter does not know
-    unknown = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention, torch.ops.aten.baddbmm_: product,
-               torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=unknown) as counter:
-        function(*args)
-    return counter.get_total_flops()
+def settings(config, skip):
+    """train_oracle.py's for this shape, where nothing but --skip is given."""
+    its = {**vars(train_options("").parse_args(["--skip", skip])), "step": 0}
+    fit_to_model(its, config)
+    return its
 
 
-@torch.no_grad()
-def milliseconds(functions, ids, runs=15):
-    """Median time of each function(ids) -> list. Runs are interleaved, so that a slow moment of the machine hits all; each
-    is timed behind an untimed run of the same function, so that none finds the processor's caches full of another's data."""
-    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
-    times = [[] for _ in functions]
-    for _ in range(runs):
-        for function, its in zip(functions, times):
-            function(ids)
-            wait()
-            start = time.perf_counter()
-            function(ids)
-            wait()
-            its.append(1000 * (time.perf_counter() - start))
-    return [statistics.median(its) for its in times]
+def first_token(config, runs):
+    """Rows: what reads a prompt as long as the context, until the next token's logits."""
+    gpt2 = GPT2(config).requires_grad_(False)
+    ways = {"full prefill": no_oracle(gpt2, []).prefill}
+    for skip in PATTERNS:
+        path = new_path(gpt2, settings(config, skip))
+        ways[f"path {skip}"] = lambda ids, path=path: gpt2.unembed(path.hidden(ids)[:, -1])
+        ways[f"oracle prefill {skip}"] = path.prefill
+    ids = torch.randint(config.vocab_size, (1, config.n_positions))
+    times, operations = milliseconds(ways.values(), ids, runs), [flops(w, ids) for w in ways.values()]
+    return [{"way": way, "gflop": n / 1e9, "allowed": operations[0] / n, "ms": ms,
+             "speedup": times[0] / ms, "reached": times[0] / ms * n / operations[0]}
+            for way, n, ms in zip(ways, operations, times, strict=True)]
+
+
+def training(config, runs):
+    """Rows: a step by the terms of its loss, and the full model's forward pass, for comparison."""
+    gpt2, its = GPT2(config).requires_grad_(False), settings(config, PATTERNS[0])
+    path = new_path(gpt2, its)
+    optimizers = new_optimizers(path.oracles)
+
+    @torch.enable_grad()
+    def step(ids, weights):
+        path_loss(path, ids, *weights).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ways = {name: lambda ids, w=weights: step(ids, w) for name, weights in LOSSES.items()}
+    ways["(the full model's forward pass alone)"] = gpt2
+    ids = torch.randint(config.vocab_size, (its["batch_size"], its["context"]))
+    times, operations = milliseconds(ways.values(), ids, runs), [flops(w, ids) for w in ways.values()]
+    return [{"way": way, "gflop": n / 1e9, "ms": ms, "rate": 1000 * ids.numel() / ms}
+            for way, n, ms in zip(ways, operations, times, strict=True)]
+
+
+def count(config, T, skipped, dim):
+    """{way: operations in matrix products, in the blocks' attention, in the oracle's} of a prompt
+    of T tokens and one span of `skipped` blocks, as data.measure.flops counts them."""
+    C, n_run = config.n_embd, config.n_layer - skipped
+    inner = config.n_inner or 4 * C
+    block, attention = 2 * T * (4 * C * C + 2 * C * inner), 4 * T * T * C
+    fill, unembed = 2 * T * 2 * C * C, 2 * C * config.vocab_size
+    # a prefill's last block: keys and values of all tokens, the rest of the last one alone
+    last = fill - fill // T + block // T + unembed
+    oracle, own = 2 * T * (2 * C * dim + 8 * dim * dim), 4 * T * T * dim
+    readout = 2 * T * dim * C
+    return {"full prefill": ((config.n_layer - 1) * block + last,
+                             (config.n_layer - 1) * attention + 4 * T * C, 0),
+            "path": (n_run * block + unembed + oracle + readout, n_run * attention, own),
+            "oracle prefill": ((n_run - 1) * block + last + oracle + skipped * (readout + fill),
+                               (n_run - 1) * attention + 4 * T * C, own)}
+
+
+def scaling():
+    """Rows: the middle two thirds of the blocks skipped, an oracle of 7/16 of the width.
+
+    An attention is charged for all pairs of tokens; a kernel that leaves out those that the causal
+    mask hides does half of that, in the blocks and in the oracle alike. The KV cache is float16's;
+    that of the path is what going on through the path would need, of its blocks and its oracle.
+    """
+    rows = []
+    for model, config in LARGE.items():
+        C, L = config.n_embd, config.n_layer
+        skipped, dim = round(L * 2 / 3), settings(config, f"1-{L - 2}")["dim"]
+        widths = {"full prefill": L * C, "path": (L - skipped) * C + dim, "oracle prefill": L * C}
+        for prompt, T in PROMPTS.items():
+            counts = count(config, T, skipped, dim)
+            for way, its in counts.items():
+                rows.append({"model": model, "prompt": prompt, "way": way, "tflop": sum(its) / 1e12,
+                             "compute": sum(its) / sum(counts["full prefill"]),
+                             "attention": sum(its[1:]) / sum(its), "own": its[2] / sum(its),
+                             "kv": 2 * 2 * T * widths[way] / 1e9})
+    return rows
 
 
 def main():
-    from model import (  # here, for eval_ppl.py imports this file, and train_oracle.py that
-        GPT2,
-        GPT2Config,
-    )
-    from oracle import default_replay, new_path
-    from train_oracle import DEFAULTS, KL_EVERY, default_dim, new_optimizers, train_step
-
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=positive, default=15, help="interleaved runs behind each median, a third, but "
-                        "at least 5, in training (%(default)s)")
+    add = parser.add_argument
+    add("--scaling", action="store_true", help="only counts, of larger models and longer prompts")
+    add("--runs", type=positive, default=15, help="interleaved runs behind each median, a third, "
+        "but at least 5, in training (%(default)s)")
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores\n")
-
-    for name, config in (("embedded model", GPT2Config(4096, 256, 192, 12, 6)), ("GPT-2 Small", GPT2Config())):
-        torch.manual_seed(0)
-        gpt2 = GPT2(config).requires_grad_(False)
-        T = config.n_positions
-        path = new_path(gpt2, {**DEFAULTS, "dim": default_dim(config.n_embd, DEFAULTS["heads"])})
-        ids = torch.randint(config.vocab_size, (1, T))
-        ways = {"full prefill": lambda ids: path.prefill(ids, replay=T),
-                "path": lambda ids: gpt2.unembed(path.hidden(ids)[:, -1]),
-                f"oracle prefill, replay {default_replay(T)}": path.prefill,
-                "oracle prefill, no replay": lambda ids: path.prefill(ids, 0)}
-        times = milliseconds(ways.values(), ids, args.runs)
-        operations = [flops(way, ids) for way in ways.values()]
-        print(f"time to first token, {name}'s shape, prompt of {T}\n"
-              f"{'':28}{'GFLOP':>8}{'allowed':>9}{'ms':>9}{'speed-up':>10}{'reached':>9}")
-        for way, operation, ms in zip(ways, operations, times):
-            allowed, speedup = operations[0] / operation, times[0] / ms
-            print(f"{way:28}{operation / 1e9:8.2f}{allowed:8.2f}x{ms:9.1f}{speedup:9.2f}x{speedup / allowed:9.0%}")
-        print()
-
-        # training: a step against what it needs of the frozen model, a forward pass over the same batch
-        batch = torch.randint(config.vocab_size, (DEFAULTS["batch_size"], 256))
-        optimizers = new_optimizers(path.oracles)
-
-        @torch.enable_grad()
-        def step(ids, kl_weight):
-            train_step(path, ids, DEFAULTS["cos_weight"], kl_weight, optimizers)
-
-        def forward(ids):
-            return gpt2.run(gpt2.embed(ids), 0, path.spans[-1].stop)
-        ways = {"blocks 0 to 9 of GPT-2 forward, alone": forward,
-                "a training step": lambda ids: step(ids, 0),
-                "all of GPT-2 forward, alone (every fourth logit)":
-                    lambda ids: gpt2.unembed(gpt2.run(forward(ids), path.spans[-1].stop, config.n_layer)[:, ::KL_EVERY]),
-                "a training step with the KL term": lambda ids: step(ids, DEFAULTS["kl_weight"])}
-        times = milliseconds(ways.values(), batch, max(5, args.runs // 3))
-        operations = [flops(way, batch) for way in ways.values()]
-        print(f"training, {name}'s shape, batch of {batch.shape[0]} x {batch.shape[1]}\n"
-              f"{'':50}{'GFLOP':>8}{'allowed':>9}{'tokens/s':>10}{'speed':>8}{'reached':>9}")
-        for n, (way, operation, ms) in enumerate(zip(ways, operations, times)):
-            allowed, speed = operations[n // 2 * 2] / operation, times[n // 2 * 2] / ms         # against the forward pass alone
-            rate = 1000 * batch.numel() / ms
-            print(f"{way:50}{operation / 1e9:8.2f}{allowed:9.0%}{rate:10,.0f}{speed:8.0%}{speed / allowed:9.0%}")
-        print(flush=True)
+    if args.scaling:
+        return show(scaling(), SCALING_COLUMNS)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores\n")
+    torch.manual_seed(0)
+    for name, config in SHAPES.items():
+        print(f"{name}'s shape, prompt of {config.n_positions} tokens", flush=True)
+        show(first_token(config, args.runs), TIME_COLUMNS)
+        show(training(config, max(5, args.runs // 3)), STEP_COLUMNS)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""The README's ladder and frontier, trained, measured and drawn again:  pip install matplotlib && python -m data.frontier
+"""What different skip patterns and oracle sizes cost and save, trained, measured and drawn again:
 
-Each oracle is the outcome of one train_oracle.py command, which is printed. Those that are already in --out are not trained
-again, so a run that was cut goes on; after a change of the recipe, take another --out. The figures (frontier.json) and the
-picture (frontier.svg) go there too.
+    pip install matplotlib && python -m data.lab.frontier
+
+Each oracle is the outcome of one short train_oracle.py command, which is printed. Those that are in
+--out are not trained again and a cut run is resumed; after a change of the recipe, take another
+--out. The figures (frontier.json) and the picture (frontier.svg) go there too.
 """
 
+import data.interrupt  # noqa: F401  isort: skip (first, for Ctrl-C while torch loads)
 import argparse
 import json
 import shlex
@@ -12,100 +15,124 @@ import subprocess
 import sys
 from pathlib import Path
 
+from data.checkpoint import read_oracle
 from data.cli import Parser, command, show
 from data.corpus import load_tokens
-from data.cost import flops
 from data.files import replace_file
-from eval_ppl import evaluate
+from eval_ppl import path_rows, prompt_rows
 from load_weights import load_gpt2
-from oracle import load_path, plain_skip, read_settings
+from oracle import load_path
 
-LADDER = {"one least-squares matrix": "--oracle linear", "mlp": "--oracle mlp --dim 236", "transformer": "",
-          "transformer, seed 1": "--seed 1", "transformer, seed 2": "--seed 2",
-          "transformer, long run": "--dim 64 --blocks 2 --batch-size 1 --lr 0.015 --steps 40000 --kl-weight 1"}
-SHORT = " --steps 500"     # the frontier compares oracles of one short run each
-SIZES = {f"dim {dim}": f"--dim {dim}" + SHORT for dim in (40, 84, 168)}
-SKIPS = {f"skip {skip}": f"--skip {skip} --dim 84" + SHORT for skip in ("5-6", "3-8", "1-10", "1-4,7-10")}
-CONTEXTS = (256, 64)        # tokens in a window; the oracles are trained on the first
-COLUMNS = [("name", "oracle", "{}"), ("skip", "skip", "{}"), ("compute", "compute", "{:.1%}"),
-           ("nothing_256", "nothing, 256", "{:.2f}"), ("ratio_256", "ratio, 256", "{:.3f}"), ("cosine_256", "cosine", "{:.4f}"),
-           ("ratio_64", "ratio, 64", "{:.3f}"), ("cosine_64", "cosine", "{:.4f}")]
+PATTERNS = ["5-6", "3-8", "2-9", "1-10", "1-4,6-9", "1-3,5-9", "1-3,5-7,9-10"]
+SIZES = {"2-9, dim 40": "--skip 2-9 --dim 40", "2-9, dim 168": "--skip 2-9 --dim 168"}
+RUNS = {**{pattern: f"--skip {pattern}" for pattern in PATTERNS}, **SIZES}
+STEPS = 500                 # one short run each
+ROOT = Path(__file__).parents[2]
+COLUMNS = (("name", "oracle", "{}"), ("compute", "path compute", "{:.1%}"),
+           ("bare_ratio", "no oracle", "{:.2f}"), ("ratio", "path ratio", "{:.3f}"),
+           ("prefill_compute", "prefill compute", "{:.1%}"),
+           ("prefill_ratio", "continuation ratio", "{:.3f}"), ("kept", "recall kept", "{:.1%}"))
 
 
 def train(model, file, flags):
-    """Runs train_oracle.py unless the file is there; goes on with a run that was cut."""
-    if file.exists():
-        return
+    """Runs train_oracle.py, or goes on with a run that was cut."""
     cut = Path(f"{file}.unfinished").exists()
-    arguments = ["train_oracle.py", *(["--resume"] if cut else [*flags, "--model", model]), "--out", str(file)]
+    flags = ["--resume"] if cut else [*flags, "--steps", str(STEPS), "--model", model]
+    arguments = ["train_oracle.py", *flags, "--out", str(file)]
     print("python", shlex.join(arguments), flush=True)
-    if subprocess.run([sys.executable, *arguments]).returncode:
-        raise ValueError("this command failed")
+    if subprocess.run([sys.executable, ROOT / arguments[0], *arguments[1:]]).returncode:
+        raise ValueError("this command failed or was cut: start again to go on")
 
 
-def measure(model, files):
-    """{name: oracle file} -> a row of figures for each, on windows of 256 and of 64 held-out tokens."""
-    gpt2, tokenizer = load_gpt2(model)
-    paths = {name: load_path(file, gpt2) for name, file in files.items()}
-    settings = {name: read_settings(file) for name, file in files.items()}
-    nothing = {settings[name]["skip"]: plain_skip(gpt2, path.spans) for name, path in paths.items()}
-    ids = load_tokens(next(iter(settings.values()))["text"], tokenizer, CONTEXTS[0])[1]
-    rows = [{"name": name, "skip": its["skip"]} for name, its in settings.items()]
-    whole = flops(lambda ids: gpt2.run(gpt2.embed(ids), 0, gpt2.config.n_layer), ids[None, :CONTEXTS[0]])
-    for row, path in zip(rows, paths.values()):
-        row["compute"] = flops(path.hidden, ids[None, :CONTEXTS[0]]) / whole
-    for context in CONTEXTS:
-        original, *figures = evaluate(gpt2, [*paths.values(), *nothing.values()], ids, context)
-        plain = dict(zip(nothing, figures[len(paths):]))
-        for row, figure in zip(rows, figures):
-            row[f"ratio_{context}"] = figure["ppl"] / original["ppl"]
-            row[f"cosine_{context}"] = figure["cosine"]
-            row[f"nothing_{context}"] = plain[row["skip"]]["ppl"] / original["ppl"]
-    return rows
+def measure(name, file, gpt2, tokenizer):
+    """One row of figures, on windows as in the oracle's training."""
+    settings, path = read_oracle(file)[0], load_path(file, gpt2)
+    ids = load_tokens(settings["text"], tokenizer, settings["context"])[1]
+    _, bare, jump = path_rows({name: path}, ids, settings["context"])
+    prompt = {row["path"]: row for row in prompt_rows(path, ids, settings["context"])}
+    prefill = prompt["oracle prefill"]
+    return {"name": name, "skip": settings["skip"], "dim": settings["dim"],
+            "compute": jump["compute"], "ratio": jump["ratio"], "bare_ratio": bare["ratio"],
+            "prefill_compute": prefill["compute"], "prefill_ratio": prefill["ratio"],
+            "kept": prefill["kept"]}
+
+
+def label(axes, points):
+    """Writes each name beside its point (x, y, name), at the first side where there is room."""
+    taken = [axes.transData.transform(point[:2]) for point in points]
+    taken = [[x - 4, y - 4, x + 4, y + 4] for x, y in taken]
+    for x, y, name in points:
+        for dx, dy, side in ((6, 4, "left"), (6, -10, "left"), (-6, 4, "right"), (-6, -10, "right"),
+                             (0, 9, "center"), (0, -15, "center"), (6, 12, "left")):
+            text = axes.annotate(name, (x, y), (dx, dy), textcoords="offset points", fontsize=8,
+                                 ha=side)
+            (left, low), (right, high) = text.get_window_extent().get_points()
+            box = axes.get_window_extent()
+            if box.x0 < left and right < box.x1 and box.y0 < low and high < box.y1 and not any(
+                    left < b[2] and b[0] < right and low < b[3] and b[1] < high for b in taken):
+                break
+            text.remove()
+        else:                   # nowhere: then over something else rather than not at all
+            axes.annotate(name, (x, y), (6, 4), textcoords="offset points", fontsize=8)
+        taken.append([left, low, right, high])
 
 
 def draw(rows, file):
-    """PPL ratio against compute: one line for the sizes of the oracle, one for what is skipped."""
+    """rows of frontier.json -> a picture: the path, the prefill's continuation, and its recall."""
     import matplotlib
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "pathoracle"          # the same figures give the same file
+    matplotlib.use("agg")
     from matplotlib import pyplot as plt
-    by_name = {row["name"]: row for row in rows}
-    figure, axes = plt.subplots(figsize=(7, 4.2))
-    middle = by_name["dim 84"]
-    spans = sorted([middle, *(by_name[name] for name in SKIPS if "," not in name)], key=lambda row: row["compute"])
-    sizes = sorted([by_name[name] for name in SIZES], key=lambda row: row["compute"])
-    for points, label, style in ((spans, "skip pattern, oracle of dim 84", "o-"), (sizes, "oracle size, skip 2-9", "s--")):
-        axes.plot([100 * row["compute"] for row in points], [row["ratio_256"] for row in points], style, label=label)
-    for row in rows:
-        if row["name"] in SKIPS or row["name"] in SIZES:
-            if "," in row["name"]:
-                axes.plot([100 * row["compute"]], [row["ratio_256"]], "d", label="two spans")
-            axes.annotate(row["name"].replace("dim 84", "skip 2-9, dim 84"), (100 * row["compute"], row["ratio_256"]),
-                          textcoords="offset points", fontsize=8,
-                          xytext={"skip 1-4,7-10": (-76, -12), "dim 168": (6, -12)}.get(row["name"], (6, 5)))
-    axes.set(xlabel="block compute of the path, % of the original's", ylabel="held-out PPL ratio, windows of 256",
-             title="Embedded model: what a jump costs")
-    axes.margins(0.13)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    matplotlib.rcParams["svg.hashsalt"] = "pathoracle"          # the same figures, the same file
+    kinds = {"one span": ("o-", [row for row in rows if "," not in row["name"]]),
+             "more spans": ("D", [row for row in rows if "," in row["skip"]]),
+             "2-9, another size": ("s", [row for row in rows if row["name"] in SIZES])}
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4.2))
+    for axes, x, y, across, up, title in zip(
+            panels, ("compute", "prefill_compute", "prefill_compute"),
+            ("ratio", "prefill_ratio", "kept"), ("path", "prefill", "prefill"),
+            ("perplexity ratio", "perplexity ratio", "kept, %"),
+            ("Path throughout", "Oracle prefill, then the full model", "Recall behind that"),
+            strict=True):
+        scale, points = 100 if y == "kept" else 1, []
+        for kind, (style, its) in kinds.items():
+            its = sorted(((100 * row[x], scale * row[y], row["name"]) for row in its
+                          if row[y] is not None), key=lambda point: point[0])
+            axes.plot([point[0] for point in its], [point[1] for point in its], style, label=kind)
+            points += its
+        axes.set(xlabel=f"compute of the {across}, % of the full model's", ylabel=up, title=title)
+        axes.margins(0.16)
+        axes.grid(alpha=0.3)
+        axes.autoscale_view()
+        axes.points = points
+    panels[0].legend(frameon=False)
     figure.tight_layout()
+    for axes in panels:
+        label(axes, axes.points)
     figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
 
 
 def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="data/mini", help="directory of the GPT-2, of 12 blocks (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("frontier"), help="directory (%(default)s)")
+    add = parser.add_argument
+    add("--model", default="data/mini", help="a GPT-2 of 12 blocks (%(default)s)")
+    add("--out", type=Path, default=Path("frontier"), help="directory (%(default)s)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for name, flags in {**LADDER, **SIZES, **SKIPS}.items():
-        files[name] = args.out / f"{name.replace(', ', '-').replace(' ', '-')}.safetensors"
-        train(args.model, files[name], flags.split())
-    rows = measure(args.model, files)
+    figures, (gpt2, tokenizer) = args.out / "frontier.json", load_gpt2(args.model)
+    rows = json.loads(figures.read_text()) if figures.exists() else []
+    rows = {row["name"]: row for row in rows if row["name"] in RUNS}
+    for name, flags in RUNS.items():            # one after the other: a cut loses one at most
+        file = args.out / f"{name.replace(', dim ', '-dim-')}.safetensors"
+        if not file.exists():
+            train(args.model, file, flags.split())
+            rows.pop(name, None)
+        if name not in rows:
+            rows[name] = measure(name, file, gpt2, tokenizer)
+            replace_file(figures, json.dumps(list(rows.values()), indent=1).encode())
+    rows = [rows[name] for name in RUNS]
+    replace_file(figures, json.dumps(rows, indent=1).encode())
     show(rows, COLUMNS)
-    replace_file(args.out / "frontier.json", json.dumps(rows, indent=1).encode())
     draw(rows, args.out / "frontier.svg")
 
 

@@ -21,10 +21,11 @@ from torch.nn import functional as F
 
 from data.cli import Parser, command, positive, seed
 from data.corpus import load_text, load_tokens, training_windows
-from data.files import optimizer_tensors, restore_optimizers, save_tensors
+from data.files import save_tensors
+from data.hub import read_metadata, read_tensors
+from data.optimizers import optimizer_tensors, restore_optimizers
 from data.tokenizer import EOT, load_tokenizer
 from eval_ppl import evaluate
-from load_weights import read_metadata, read_tensors
 from model import GPT2, GPT2Config
 from oracle import no_oracle
 
