@@ -59,7 +59,8 @@ def start(code, cwd, **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     (cwd / "program.py").write_text(code)
     return subprocess.Popen([sys.executable, "program.py"], cwd=cwd, start_new_session=True,
-                            env={**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})},
+                            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "",
+                                 **options.pop("env", {})},
                             text=True, **options)
 
 

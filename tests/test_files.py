@@ -15,13 +15,14 @@ from data import files
 from data.files import check_output, claim, release, replace_file, save_tensors
 
 ROOT = Path(files.__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
 posix = pytest.mark.skipif(os.name != "posix", reason="there are no such files")
 
 
 def python(code, *args, **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+                          env=ENVIRONMENT, **options)
 
 
 def everything(directory):
@@ -51,7 +52,7 @@ def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
 def test_permissions_and_owner_stay_and_a_new_file_follows_the_umask(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_bytes(b"old")
-    old.chmod(0o640)
+    old.chmod(0o604)
     if os.geteuid() == 0:
         os.chown(old, 1234, 1235)
     before, umask = old.stat(), os.umask(0o027)
@@ -89,9 +90,10 @@ def test_a_pipe_is_written_to_and_stays(tmp_path):
     pipe, got = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
+    writer = threading.Thread(target=lambda: replace_file(pipe, b"content" * 99999), daemon=True)
     reader.start()
     check_output(pipe, "--out")                         # must not look like the end to the reader
-    replace_file(pipe, b"content" * 99999)
+    writer.start()
     reader.join(20)
     assert got == [b"content" * 99999] and pipe.is_fifo() and everything(tmp_path) == ["pipe"]
 
@@ -229,7 +231,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
     out, link, other = (tmp_path / name for name in ("out", "link", "other"))
     link.symlink_to("out")
     first = subprocess.Popen([sys.executable, "-c", CLAIM, "60", out], stdout=subprocess.PIPE,
-                             env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True)
+                             env=ENVIRONMENT, text=True)
     assert first.stdout.readline() == f"{out}.unfinished\n"
     second = python(CLAIM, 0, out, link, other).stdout.splitlines()
     for name, line in zip((out, link), second[:2], strict=True):        # two names of one file
