@@ -94,7 +94,7 @@ def initialise(path, ids):
 
 
 def train(path, ids, settings, optimizers, save):
-    """Steps settings["step"] to ["steps"] on 1-D ids; saves now and then. True if complete."""
+    """Steps settings["step"] to ["steps"] on 1-D ids; saves now and then. True if not stopped."""
     first, steps, B, T, seed = (settings[name] for name in
                                 ("step", "steps", "batch_size", "context", "seed"))
     report, saved = step_report(first, steps, B * T), time.time()
@@ -119,7 +119,7 @@ def train(path, ids, settings, optimizers, save):
                 save()
             if interrupted:
                 break
-    return settings["step"] == steps
+    return not interrupted
 
 
 def main():

@@ -121,6 +121,8 @@ def train_arguments(description):
             option = "--" + name.replace("_", "-")
             raise ValueError(f"--resume goes on with {option} {before[name]}: leave {option} out, "
                              "or train anew")
+    if before["step"] >= args.steps and old == args.out:
+        raise ValueError(f"{old} has all its {before['step']} steps: give more --steps to go on")
     settings = {**before, **vars(args)}
     return settings, *(settings.pop(name) for name in ("out", "device", "resume")), unfinished, old
 
@@ -141,6 +143,3 @@ def fit_to_model(settings, config):
         raise ValueError(f"--dim {settings['dim']} is not divisible by --heads {heads}")
     if settings["shared"] and len(lengths) > 1:
         raise ValueError(f"--shared needs spans of one length, unlike those of {settings['skip']}")
-    if settings["step"] >= settings["steps"]:
-        raise ValueError(f"this oracle has all its {settings['step']} steps: give more --steps to "
-                         "go on")

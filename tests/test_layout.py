@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,10 @@ CHAIN = ["model", "load_weights", "oracle", "eval_ppl", "train_oracle"]
 LAB = "data.lab"
 
 
-def tracked():
+def sources():
     """Every Python file of the project."""
-    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=ROOT,
-                           capture_output=True, text=True).stdout.split() or \
-        [str(path.relative_to(ROOT)) for folder in (".", "data", "data/lab", "tests")
-         for path in (ROOT / folder).glob("*.py")]
-    return [ROOT / name for name in names if (ROOT / name).exists()]
+    return [path for folder in (".", "data", "data/lab", "tests")
+            for path in sorted((ROOT / folder).glob("*.py"))]
 
 
 def imports(path):
@@ -50,7 +46,7 @@ def test_the_help_files_know_nothing_of_the_method(path):
 
 
 def test_only_the_lab_and_tests_import_the_lab():
-    for path in tracked():
+    for path in sources():
         if path.parent not in (ROOT / "data" / "lab", ROOT / "tests"):
             assert not any(f"{name}.".startswith(f"{LAB}.") for name in imports(path)), path
 
@@ -61,7 +57,7 @@ def test_the_method_is_short():
 
 
 def test_no_line_is_longer_than_100_columns():
-    paths = tracked()
+    paths = sources()
     assert len(paths) > 15
     assert not [f"{path.relative_to(ROOT)}:{n}" for path in paths
                 for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 100]

@@ -1,7 +1,6 @@
 """What ships: the embedded model and its oracles."""
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,8 +55,3 @@ def test_what_the_prompt_says_is_kept_where_the_model_copies(mini, file):
     losses = losses_after(path, recall_windows(ids, 256)[:3], 192, reads)
     full, its, none = (losses[name][:, 8:].mean() for name in reads)
     assert none - full > none / 2 and (none - its) / (none - full) > 0.9
-
-
-def test_the_default_model_is_found_from_anywhere(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert load_gpt2("data/mini")[0].config.n_layer == 12 and Path.cwd() == tmp_path
