@@ -1,4 +1,4 @@
-"""data/pretrain.py: a run that was cut ends with the same model, and the files it writes are that model."""
+"""data/lab/pretrain.py: a run that was cut ends with the same model, and the files it writes are that model."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import CONFIG, random_ids, write_checkpoint
 
-from data import pretrain
+from data.lab import pretrain
 from load_weights import load_gpt2
 
 
@@ -31,7 +31,7 @@ def run(monkeypatch, tmp_path):
 
 def test_a_cut_run_goes_on_to_the_same_model(run, monkeypatch):
     whole = run("whole")
-    sample = pretrain.sample_windows
+    sample = pretrain.training_windows
 
     def cut(*args):
         if args[-1] == 5:
@@ -39,7 +39,7 @@ def test_a_cut_run_goes_on_to_the_same_model(run, monkeypatch):
         return sample(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain, "sample_windows", cut)
+        patch.setattr(pretrain, "training_windows", cut)
         with pytest.raises(KeyboardInterrupt):
             run("cut")
     resumed = run("cut")

@@ -9,7 +9,6 @@ interleaved run. "allowed" is the speed-up that the operations allow, "reached" 
 the clock shows.
 """
 
-import data.interrupt  # noqa: F401  isort: skip (first, for Ctrl-C while torch loads)
 import argparse
 import os
 
@@ -56,7 +55,8 @@ def first_token(config, runs):
         ways[f"path {skip}"] = lambda ids, path=path: gpt2.unembed(path.hidden(ids)[:, -1])
         ways[f"oracle prefill {skip}"] = path.prefill
     ids = torch.randint(config.vocab_size, (1, config.n_positions))
-    times, operations = milliseconds(ways.values(), ids, runs), [flops(w, ids) for w in ways.values()]
+    times = milliseconds(ways.values(), ids, runs)
+    operations = [flops(way, ids) for way in ways.values()]
     return [{"way": way, "gflop": n / 1e9, "allowed": operations[0] / n, "ms": ms,
              "speedup": times[0] / ms, "reached": times[0] / ms * n / operations[0]}
             for way, n, ms in zip(ways, operations, times, strict=True)]
@@ -78,7 +78,8 @@ def training(config, runs):
     ways = {name: lambda ids, w=weights: step(ids, w) for name, weights in LOSSES.items()}
     ways["(the full model's forward pass alone)"] = gpt2
     ids = torch.randint(config.vocab_size, (its["batch_size"], its["context"]))
-    times, operations = milliseconds(ways.values(), ids, runs), [flops(w, ids) for w in ways.values()]
+    times = milliseconds(ways.values(), ids, runs)
+    operations = [flops(way, ids) for way in ways.values()]
     return [{"way": way, "gflop": n / 1e9, "ms": ms, "rate": 1000 * ids.numel() / ms}
             for way, n, ms in zip(ways, operations, times, strict=True)]
 

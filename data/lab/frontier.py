@@ -7,7 +7,6 @@ Each oracle is the outcome of one short train_oracle.py command, which is printe
 --out. The figures (frontier.json) and the picture (frontier.svg) go there too.
 """
 
-import data.interrupt  # noqa: F401  isort: skip (first, for Ctrl-C while torch loads)
 import argparse
 import json
 import shlex

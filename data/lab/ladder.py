@@ -1,4 +1,4 @@
-"""Two simpler oracles than oracle.py's, which look at each token alone, on the same text and tables:
+"""Two simpler oracles than oracle.py's, which look at each token alone, in the same tables:
 
     python -m data.lab.ladder linear        one least-squares matrix for each state, in closed form
     python -m data.lab.ladder mlp           a hidden layer, trained as train_oracle.py trains
@@ -6,7 +6,6 @@
 Nothing is written: they are there to be compared with.
 """
 
-import data.interrupt  # noqa: F401  isort: skip (first, for Ctrl-C while torch loads)
 import argparse
 import sys
 
