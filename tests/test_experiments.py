@@ -16,7 +16,7 @@ from data.lab import cost, frontier, ladder, published_recipe
 from data.measure import flops
 from eval_ppl import evaluate, prompt_rows
 from load_weights import load_gpt2
-from oracle import NoOracle, PathOracle, load_path, new_path, no_oracle
+from oracle import load_path, new_path, no_oracle
 from train_oracle import path_loss
 
 ROOT = Path(__file__).parents[1]
