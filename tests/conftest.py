@@ -1,4 +1,4 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))     # for a bare `pytest`; `python -m pytest` needs no help
+sys.path.insert(0, str(Path(__file__).parents[1]))     # for a bare `pytest`

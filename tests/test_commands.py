@@ -266,6 +266,13 @@ def test_more_steps_fine_tune_a_finished_oracle(run, trained, tmp_path):
     assert not torch.equal(load_file(out)[name], load_file(trained[0])[name])
 
 
+def test_a_run_stopped_at_its_last_step_only_has_to_be_resumed(run, trained, tmp_path):
+    (tmp_path / "oracle.safetensors.unfinished").write_bytes(trained[0].read_bytes())
+    assert run(train_oracle, "--resume")[0] == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["oracle.safetensors"]
+    assert_same_weights("oracle.safetensors", trained[0])
+
+
 # ---- evaluation ----
 
 def test_json_has_the_figures_of_both_tables(place, trained):
@@ -345,10 +352,10 @@ TRAINING_TROUBLE = [
     (["--shared", "--skip", "1-2,4-4"], "--shared"), (["--lr", "-1"], "-1"),
     (["--lr", "0"], "'0'"), (["--lr", "nan"], "nan"), (["--kl-weight", "-1"], "-1"),
     (["--cache-weight", "inf"], "inf"), (["--cos-weight", "x"], "--cos-weight"),
-    (["--device", "meta"], "meta"), (["--device", "abacus"], "abacus"), (["--oracle", "mlp"], "mlp"),
-    (["--no-such-option"], "--no-such-option"), (["--out", "nowhere/oracle.safetensors"], "nowhere"),
-    (["--out", "."], "directory"), (["--resume"], "oracle.safetensors"),
-    (["--resume", "--out", "nowhere"], "nowhere"),
+    (["--device", "meta"], "meta"), (["--device", "abacus"], "abacus"),
+    (["--oracle", "mlp"], "mlp"), (["--no-such-option"], "--no-such-option"),
+    (["--out", "nowhere/oracle.safetensors"], "nowhere"), (["--out", "."], "directory"),
+    (["--resume"], "oracle.safetensors"), (["--resume", "--out", "nowhere"], "nowhere"),
     (["--resume", "--out", "{bad}/truncated.safetensors"], "truncated"),
     (["--resume", "--out", "{bad}/old.safetensors"], "no oracle of this version"),
     (["--resume", "--out", "{oracle}"], "--steps"),
@@ -358,7 +365,8 @@ TRAINING_TROUBLE = [
     (["--resume", "--out", "{oracle}", "--text", "docs"], "--text"),
     (["--resume", "--out", "{oracle}", "--model", "{other}", "--steps", "99"], "another model")]
 EVALUATION_TROUBLE = [
-    (["nowhere.safetensors"], "nowhere.safetensors"), (["{bad}/truncated.safetensors"], "truncated"),
+    (["nowhere.safetensors"], "nowhere.safetensors"),
+    (["{bad}/truncated.safetensors"], "truncated"),
     (["{bad}/empty.txt"], "empty.txt"), (["{model}/model.safetensors"], "no oracle"),
     (["{bad}/old.safetensors"], "no oracle of this version"),
     (["{oracle}", "--model", "{other}"], "another model"),

@@ -207,7 +207,7 @@ def test_rows_of_the_second_table(gpt2):
 def test_kept_and_recall_of_losses_that_are_known(without, full, recalled, kept):
     """A passage of 12 tokens: its first 2 cannot be known, and say nothing here."""
     losses = {"full model": full, "no prompt": without, "oracle prefill": recalled}
-    passage = {name: torch.cat([torch.full((3, 2), 9.0), torch.full((3, 10), float(loss))], dim=1)
+    passage = {name: torch.tensor([[9, 9, loss + 0.9, *[loss] * 8, loss - 0.9]] * 3)
                for name, loss in losses.items()}
     text = {name: torch.cat([torch.full((5, 16), float(loss)), torch.full((5, 16), 3.0)], dim=1)
             for name, loss in losses.items()}

@@ -1,6 +1,7 @@
 """oracle.py and the losses of train_oracle.py against NumPy and explicit passes."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,10 +196,13 @@ def test_a_saved_path_computes_the_same(gpt2, tmp_path, skip, shared):
     assert [*tmp_path.iterdir()] == [file]
 
 
-@pytest.mark.parametrize("change", ["seed", "one weight"])
+@pytest.mark.parametrize("change", ["seed", "one weight", "all but one row", "config"])
 def test_another_model_is_refused(saved, change):
     other = tiny_gpt2(seed=1 if change == "seed" else 0)
-    other.blocks[3].mlp.c_fc.bias[0] += 0.5
+    if change == "config":
+        other.config = replace(CONFIG, layer_norm_epsilon=1e-6)
+    elif change != "seed":
+        other.blocks[3].mlp.c_fc.bias[slice(1) if change == "one weight" else slice(1, None)] += 0.5
     with pytest.raises(ValueError, match="another model"):
         load_path(saved, other)
 
