@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from data.hub import find, read_config, read_model
+from data.hub import find, read_config, read_model, refuse_not_finite
 from data.tokenizer import load_tokenizer
 from model import GPT2, GPT2Config
 
@@ -33,6 +33,7 @@ def load_gpt2(model, device="cpu"):
     if n < config.vocab_size:
         gpt2.config = replace(config, vocab_size=n)
         gpt2.wte = torch.nn.Embedding.from_pretrained(gpt2.wte.weight[:n])
+    refuse_not_finite(gpt2, directory)
     return gpt2.to(device), tokenizer
 
 
@@ -66,8 +67,7 @@ def load_weights(directory, config):
 
 
 def fingerprint(gpt2):
-    """16 hexadecimal digits that tell a GPT-2 from another: a hash of its config and of some rows
-    of every tensor."""
+    """16 hexadecimal digits to tell a GPT-2: a hash of its config and some rows of all tensors."""
     digest = hashlib.sha256(repr(gpt2.config).encode())
     for p in gpt2.parameters():
         digest.update(p[::max(1, len(p) // 16)].detach().cpu().contiguous().numpy().tobytes())

@@ -197,8 +197,7 @@ def read_metadata(path):
 def read_model(directory):
     """{name in GPT-2's published file: float32 tensor} of the directory's safetensors files.
 
-    Refused: numbers that are not finite or of another type, an output matrix of its own, names
-    that are there twice.
+    Refused: another type of number, an output matrix of its own, names that are there twice.
     """
     files = weight_files(Path(directory))
     found = plain_names([(path, *item) for path in files for item in read_tensors(path).items()])
@@ -206,15 +205,11 @@ def read_model(directory):
         if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"{files[0]}: {name} is stored as {tensor.dtype}; only float16, "
                              "bfloat16, float32 and float64 are read")
-        found[name] = tensor = tensor.float()
-        # the sum is one fast pass, and finite but for an overflow, where each number is looked at
-        if not tensor.sum().isfinite() and not tensor.isfinite().all():
-            raise ValueError(f"{files[0]}: {name} holds numbers that are not finite: take another "
-                             "file")
+        found[name] = tensor.float()
     head = found.pop("lm_head.weight", None)        # tied to wte: a file may hold either, or both
     if head is not None and not torch.equal(head, found.setdefault("wte.weight", head)):
-        raise ValueError(f"{files[0]}: lm_head.weight differs from wte.weight; an untied head is "
-                         "not supported")
+        raise ValueError(f"{files[0]}: lm_head.weight differs from wte.weight (an untied head is "
+                         "not supported) or is not finite")
     return found
 
 
@@ -236,3 +231,20 @@ def plain_names(tensors):
         if not name.endswith((".attn.bias", ".attn.masked_bias")):      # masks that old files hold
             found[name] = tensor
     return found
+
+
+def refuse_not_finite(gpt2, directory):
+    """Has the first forward pass refuse weights that are not finite, by their name.
+
+    That pass reads them all anyway; to read them here as well would double the time to load.
+    """
+    unchecked = dict(gpt2.named_parameters())
+
+    def check(*_):
+        for name, p in unchecked.items():       # a sum is one fast pass, but can overflow
+            if not p.sum().isfinite() and not p.isfinite().all():
+                name = name.replace("blocks.", "h.", 1)
+                raise ValueError(f"{directory}: {name} is not finite; take another file")
+        unchecked.clear()
+
+    gpt2.wte.register_forward_pre_hook(check)

@@ -17,10 +17,11 @@ from numpy_gpt2 import numpy_logits, random_weights
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from data.files import optimizer_tensors, restore_optimizers, save_tensors
-from data.hub import find
+from data.files import save_tensors
+from data.hub import find, read_metadata, read_tensors
+from data.optimizers import optimizer_tensors, restore_optimizers
 from data.tokenizer import load_tokenizer
-from load_weights import fingerprint, load_gpt2, read_metadata, read_tensors
+from load_weights import fingerprint, load_gpt2
 from model import GPT2, GPT2Config
 
 FILES = ("config.json", "vocab.json", "merges.txt", "model.safetensors")
