@@ -96,7 +96,7 @@ def test_copying_scores_the_passage_twice_and_random_tokens_once(monkeypatch):
 
 
 class Copier(torch.nn.Module):
-    """Has seen it all: next comes what followed this token, and the one before it, the last time."""
+    """Has seen it all: next comes what followed this token and the one before it last time."""
 
     def forward(self, ids):
         logits = torch.zeros(*ids.shape, CONFIG.vocab_size)
