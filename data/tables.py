@@ -29,9 +29,9 @@ def prompt_table(text, passage, cost):
         ppl, early = (part.mean().exp().item() for part in (its, its[:, :16]))
         full, full_early = (part.mean().exp().item()
                             for part in (text["full model"], text["full model"][:, :16]))
-        kept = (recall["no prompt"] - recall[name]) / gain
+        kept = recall["no prompt"] - recall[name]
         rows.append({"path": name, "ppl": ppl, "ratio": ppl / full,
                      "first_16_ppl": early, "first_16_ratio": early / full_early,
                      "recall": recall[name],
-                     "kept": kept if gain > recall["no prompt"] / 2 else None, **cost[name]})
+                     "kept": kept / gain if gain > recall["no prompt"] / 2 else None, **cost[name]})
     return sorted(rows, key=lambda row: row["ppl"])

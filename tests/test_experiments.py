@@ -80,8 +80,7 @@ def test_the_published_recipe_prints_held_out_figures(place, run, monkeypatch):
 # ladder
 
 def test_least_squares_finds_a_linear_truth():
-    """Attention and MLP at zero but for their last biases: each block adds a constant to the state,
-    position 0 included, and a random readout of x is then exact at all of them."""
+    """With the matrices that attention and MLP end in at zero, each block adds a constant."""
     gpt2 = tiny_gpt2()
     for block in gpt2.blocks:
         block.attn.c_proj.weight.zero_()
@@ -98,7 +97,7 @@ def test_least_squares_finds_a_linear_truth():
 
 def relative_error(path, ids):
     """Of the state behind the first span, position 0 left out."""
-    span, (true, x) = path.spans[0], (None, None)
+    span = path.spans[0]
     states = path.gpt2.states(ids, span.stop)
     x, true = path.oracles[0](states[span.start])[:, 1:], states[span.stop][:, 1:]
     return ((x - true).square().sum(-1) / true.square().sum(-1)).mean()
@@ -141,7 +140,7 @@ def test_a_token_oracle_serves_where_an_oracle_does():
         torch.nn.init.normal_(p, std=0.3)
     path_loss(path, ids, 0.5, 0.6, 1.0).backward()
     assert all(p.grad is not None and p.grad.any() for p in path.oracles.parameters())
-    x, changed = torch.randn(1, 6, 24), None
+    x = torch.randn(1, 6, 24)
     changed = x.clone()
     changed[:, :5] += 1                         # each token alone: the last does not notice
     assert torch.equal(path.oracles[0](x)[:, 5], path.oracles[0](changed)[:, 5])

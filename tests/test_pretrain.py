@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_the_learning_rate_warms_up_and_cools_down_to_zero():
 
 
 def test_copying_scores_the_passage_twice_and_random_tokens_once(monkeypatch):
-    """At GPT-2's names of the places, in a window of 32: tokens 8 to 13 come again at 24 to 29."""
+    """In a window of 32, tokens 8 to 13 come again at 24 to 29."""
     monkeypatch.setattr(pretrain, "CONFIG", CONFIG)
     gpt2, before = tiny_gpt2(), HELDOUT.clone()
     window = HELDOUT[:288].view(9, 32).clone()
@@ -111,7 +112,6 @@ class Copier(torch.nn.Module):
 
 
 def test_copying_tells_a_model_that_copies(monkeypatch):
-    monkeypatch.setattr(pretrain, "CONFIG", CONFIG)
-    monkeypatch.setattr(pretrain, "CONFIG", pretrain.CONFIG.__class__(CONFIG.vocab_size, 256, 24))
+    monkeypatch.setattr(pretrain, "CONFIG", replace(CONFIG, n_positions=256))
     first, again, noise = pretrain.copying(Copier(), random_ids(1, 1024)[0])
     assert first > 4 and again < 0.01 and noise < 0.5

@@ -107,7 +107,8 @@ def scaling():
 
     An attention is charged for all pairs of tokens; a kernel that leaves out those that the causal
     mask hides does half of that, in the blocks and in the oracle alike. The KV cache is float16's;
-    that of the path is what going on through the path would need, of its blocks and its oracle.
+    that of the path is what going on through the path would need, of its blocks and its oracle. A
+    prefill takes only the last token through the last block, the path takes all.
     """
     rows = []
     for model, config in LARGE.items():

@@ -57,23 +57,29 @@ def measure(name, file, gpt2, tokenizer):
 
 
 def label(axes, points):
-    """Writes each name beside its point (x, y, name), at the first side where there is room."""
-    taken = [axes.transData.transform(point[:2]) for point in points]
-    taken = [[x - 4, y - 4, x + 4, y + 4] for x, y in taken]
+    """Writes each name beside its point (x, y, name), as near as there is room."""
+    taken = [(x - 8, y - 8, x + 8, y + 8)
+             for x, y in axes.transData.transform([point[:2] for point in points])]
+    if axes.get_legend():
+        taken.append(axes.get_legend().get_window_extent().extents)
+    frame = axes.get_window_extent().extents
+    sides = [(dx * far, dy * far) for far in (1, 4, 7, 10)
+             for dx, dy in ((6, 4), (6, -4), (-6, 4), (-6, -4), (0, 8), (0, -8))]
     for x, y, name in points:
-        for dx, dy, side in ((6, 4, "left"), (6, -10, "left"), (-6, 4, "right"), (-6, -10, "right"),
-                             (0, 9, "center"), (0, -15, "center"), (6, 12, "left")):
+        for dx, dy in sides:
             text = axes.annotate(name, (x, y), (dx, dy), textcoords="offset points", fontsize=8,
-                                 ha=side)
-            (left, low), (right, high) = text.get_window_extent().get_points()
-            box = axes.get_window_extent()
-            if box.x0 < left and right < box.x1 and box.y0 < low and high < box.y1 and not any(
-                    left < b[2] and b[0] < right and low < b[3] and b[1] < high for b in taken):
+                                 ha="left" if dx > 0 else "right" if dx else "center",
+                                 va="bottom" if dy > 0 else "top")
+            left, low, right, high = text.get_window_extent().extents
+            inside = frame[0] < left and frame[1] < low and right < frame[2] and high < frame[3]
+            if inside and not any(left < b[2] and b[0] < right and low < b[3] and b[1] < high
+                                  for b in taken) or (dx, dy) == sides[-1]:
                 break
             text.remove()
-        else:                   # nowhere: then over something else rather than not at all
-            axes.annotate(name, (x, y), (6, 4), textcoords="offset points", fontsize=8)
-        taken.append([left, low, right, high])
+        taken.append((left, low, right, high))
+        if abs(dx) + abs(dy) > 10:
+            axes.annotate("", (x, y), (dx, dy), textcoords="offset points",
+                          arrowprops={"arrowstyle": "-", "lw": 0.5})
 
 
 def draw(rows, file):
