@@ -1,10 +1,12 @@
-"""Which blocks to skip for a budget of compute:  python -m data.lab.plan --budget 40
+"""Which blocks to skip for a budget of compute:  python -m data.lab.plan --budget 40%
 
 Every pattern of spans that fits gets a cheap score, without training: its oracles are solved in
 closed form, one linear map from a token's state and that of the token before, for each start of a
 span and each state behind it, fitted once and shared by all patterns; then the full model goes on
-over the cache that they fill, on text and on passages that come again. The best, and some from the
-whole range to see what the score is worth, are trained for a few hundred steps.
+over the cache that they fill, on text and on passages that come again. The score is the sum of what
+the path and the continuation lose, nats a token each, and the share of recall that is lost. The
+best patterns, and some from the whole range to see what the score is worth, are trained for a few
+hundred steps.
 """
 
 import itertools
@@ -14,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data.cli import Parser, command, positive, progress, show
+from data.cli import Parser, command, positive, positive_float, progress, show
 from data.corpus import load_tokens, recall_windows, sample_windows, windows
 from data.measure import flops
 from data.optimizers import new_optimizers
 from data.options import write_skip
-from eval_ppl import evaluate, token_losses
+from eval_ppl import token_losses
 from load_weights import load_gpt2
 from oracle import PathOracle, new_path, no_oracle
 from train_oracle import initialise, train
@@ -102,21 +104,33 @@ def behind(gpt2, read, text, passages, prompt):
     return means
 
 
+@torch.no_grad()
+def throughout(path, text):
+    """Nats a token of the path on windows of text."""
+    return torch.cat([token_losses(path(w)[:, :-1], w[:, 1:]) for w in text]).mean().item()
+
+
 class Judge:
-    """How much of a prompt is kept, on windows of text and of passages that come again."""
+    """What a path and its prefill lose, on windows of text and of passages that come again."""
 
     def __init__(self, gpt2, text, passages, prompt):
         full = no_oracle(gpt2, [])
-        self.windows = text, passages, prompt
+        self.windows, self.path = (text, passages, prompt), throughout(full, text)
         self.full = behind(gpt2, full.prefill, *self.windows)
         self.nothing = behind(gpt2, lambda ids: full.prefill(ids[:, -1:]), *self.windows)
 
     def __call__(self, path):
-        """-> (score, continuation's perplexity ratio, recall kept); the score is the excess on text
-        in nats + the share of recall that is lost."""
+        """-> score, perplexity ratio of the path, of the continuation, share of recall kept."""
+        own = throughout(path, self.windows[0]) - self.path
         text, passage = behind(path.gpt2, path.prefill, *self.windows)
-        lost = (passage - self.full[1]) / (self.nothing[1] - self.full[1])
-        return text - self.full[0] + lost, math.exp(text - self.full[0]), 1 - lost
+        text, passage = text - self.full[0], passage - self.full[1]
+        lost = passage / (self.nothing[1] - self.full[1])
+        return own + text + lost, math.exp(own), math.exp(text), 1 - lost
+
+
+def percent(text):
+    """"40%" or "40" -> 0.4"""
+    return positive_float(text.removesuffix("%")) / 100
 
 
 def rank_correlation(a, b):
@@ -128,7 +142,7 @@ def rank_correlation(a, b):
 def main():
     parser = Parser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--budget", type=positive, default=40, help="compute of the path in percent (%(default)s)")
+    add("--budget", type=percent, default=0.4, help="compute of the path (40%%)")
     add("--model", default="data/mini", help="as in train_oracle.py (%(default)s)")
     add("--text", default="docs", help="as in train_oracle.py (%(default)s)")
     add("--train", type=positive, default=8, help="patterns that are trained (%(default)s)")
@@ -150,9 +164,9 @@ def main():
     for spans in patterns(gpt2.config.n_layer):
         run = gpt2.config.n_layer - sum(map(len, spans))
         compute = run * a_block + len(spans) * an_oracle
-        if args.budget / 100 - a_block < compute <= args.budget / 100:
+        if args.budget - a_block < compute <= args.budget:
             candidates.append({"spans": spans, "skip": write_skip(spans), "compute": compute})
-    print(f"{len(candidates)} patterns of at most {MAX_SPANS} spans fit {args.budget}%", flush=True)
+    print(f"{len(candidates)} patterns of at most {MAX_SPANS} spans fit", flush=True)
     judge = Judge(gpt2, scored.split(8), recall_windows(ids, T)[:SCORE // 8], T * 3 // 4)
     for row, _ in zip(candidates, progress([scored] * len(candidates), "scoring"), strict=True):
         oracles = [LinearOracle(solutions[span.start], len(span)) for span in row["spans"]]
@@ -175,9 +189,7 @@ def main():
         train(path, ids, {**settings, "steps": args.steps}, new_optimizers(path.oracles),
               save=lambda: None)
         row["prefill"] = flops(path.prefill, ids[None, :T]) / flops(full.prefill, ids[None, :T])
-        row["trained"], row["ratio"], row["kept"] = judge(path)
-        figures = evaluate({"full model": full, "path": path}, torch.cat(text).flatten(), T)
-        row["path_ratio"] = figures["path"]["ppl"] / figures["full model"]["ppl"]
+        row["trained"], row["path_ratio"], row["ratio"], row["kept"] = judge(path)
     print()
     show(chosen, COLUMNS)
     if len(chosen) > 2:

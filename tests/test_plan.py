@@ -1,0 +1,91 @@
+"""data/lab/plan.py: it scores what it says it scores, and ranks by it."""
+
+import argparse
+import re
+import sys
+
+import pytest
+import torch
+from tiny import CONFIG, random_ids, tiny_gpt2, tiny_text, write_checkpoint
+from torch.testing import assert_close
+
+from data.lab import plan
+from data.options import parse_skip, write_skip
+from oracle import PathOracle, no_oracle
+
+
+def test_patterns_are_all_there_are():
+    assert {write_skip(spans) for spans in plan.patterns(4)} == {
+        "0-0", "1-1", "2-2", "3-3", "0-1", "1-2", "2-3", "0-2", "1-3", "0-3",
+        "0-0,2-2", "0-0,3-3", "1-1,3-3", "0-0,2-3", "0-1,3-3"}
+    assert max(map(len, plan.patterns(12))) == plan.MAX_SPANS
+    for spans in plan.patterns(6):
+        assert parse_skip(write_skip(spans), 6) == spans
+
+
+def test_linear_oracles_find_a_linear_truth():
+    """Blocks whose last matrices are zero add a constant: nothing is lost by jumping over them."""
+    gpt2 = tiny_gpt2()
+    for block in gpt2.blocks[1:5]:
+        block.attn.c_proj.weight.zero_()
+        block.mlp.c_proj.weight.zero_()
+    T, spans = 32, parse_skip("1-2,4-4", CONFIG.n_layer)
+    solutions = plan.solve(gpt2, random_ids(64, T))
+    path = PathOracle(gpt2, spans, [plan.LinearOracle(solutions[s.start], len(s)) for s in spans])
+    ids = random_ids(4, T, seed=1)
+    judge = plan.Judge(gpt2, [ids], [random_ids(4, 30, seed=2)], 24)
+    assert_close(path.hidden(ids), no_oracle(gpt2, []).hidden(ids), atol=1e-2, rtol=1e-2)
+    score, own, continuation, _ = judge(path)
+    assert abs(own - 1) < 1e-3 and abs(continuation - 1) < 1e-3
+    assert judge(no_oracle(gpt2, spans))[1] > 1.002
+
+
+def test_a_linear_oracle_sees_one_token_before_and_none_behind():
+    oracle = plan.LinearOracle((torch.randn(3, 49, 24), torch.randn(3, 24)), 2)
+    x, (first, last) = torch.randn(1, 6, 24), oracle.states(torch.zeros(1, 6, 24))
+    other = x.clone()
+    other[:, 3] += torch.randn(24)
+    differs = (oracle(x) != oracle(other)).any(-1)[0]
+    assert differs.tolist() == [False, False, False, True, True, False]
+    assert_close(first[0, 0], oracle.pos0[0])
+    assert_close(oracle(torch.zeros(1, 6, 24)), last)
+
+
+def test_the_score_is_the_sum_of_what_is_lost():
+    gpt2, full = tiny_gpt2(), no_oracle(tiny_gpt2(), [])
+    judge = plan.Judge(gpt2, [random_ids(4, 32)], [random_ids(4, 30)], 24)
+    assert judge(full) == pytest.approx((0, 1, 1, 1), abs=1e-5)
+    judge.full, judge.nothing, judge.path = [1.0, 2.0], [0.0, 4.0], 3.0
+    text, passage = plan.behind(gpt2, full.prefill, *judge.windows)
+    own = plan.throughout(full, judge.windows[0])
+    assert judge(full)[0] == pytest.approx(own - 3 + text - 1 + (passage - 2) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("a, b, rho", [([1, 2, 3], [10, 20, 90], 1), ([1, 2, 3], [3, 2, 1], -1),
+                                       ([1, 2, 3, 4], [2, 1, 4, 3], 0.6)])
+def test_rank_correlation(a, b, rho):
+    assert plan.rank_correlation(a, b) == pytest.approx(rho)
+
+
+@pytest.mark.parametrize("text, share", [("40%", 0.4), ("40", 0.4), ("37.5%", 0.375)])
+def test_a_budget_is_a_share(text, share):
+    assert plan.percent(text) == pytest.approx(share)
+    with pytest.raises(argparse.ArgumentTypeError):
+        plan.percent("half")
+
+
+def test_it_proposes_what_it_trained_best(tmp_path, monkeypatch, capfd):
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny_text() * 3, encoding="utf-8")
+    for name in ("FIT", "SCORE", "JUDGE"):
+        monkeypatch.setattr(plan, name, 64)
+    monkeypatch.setattr(sys, "argv", ["plan", "--model", str(tmp_path / "model"), "--text",
+                                      str(tmp_path / "text.txt"), "--budget", "80%", "--train", "3",
+                                      "--steps", "2"])
+    plan.main()
+    out = capfd.readouterr().out
+    rows = [line.split() for line in out.splitlines() if re.match(r"\d[-,\d]* +\d", line)]
+    assert len(rows) == 3 and "rank correlation" in out
+    best = min(rows, key=lambda row: float(row[5]))
+    assert out.splitlines()[-1].endswith(f"--skip {best[0]}")
+    assert all(float(row[1].rstrip("%")) <= 80 for row in rows)
