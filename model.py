@@ -59,7 +59,7 @@ class Attention(nn.Module):
         if cache is not None:
             cache.append(k, v)
             k, v = cache.k, cache.v
-        Q, K = q.shape[2], k.shape[2]
+        Q, K = q.shape[2], k.shape[2]       # T and P + T
         mask = None
         if 1 < Q < K:       # is_causal aligns its mask to the top left, so it serves Q = K alone
             mask = torch.ones(Q, K, dtype=torch.bool, device=q.device).tril(K - Q)
@@ -139,7 +139,7 @@ class GPT2(nn.Module):
 
     def forward(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, vocab_size); with a cache, ids follow the tokens in it."""
-        x = self.embed(ids, past=max(map(len, cache)) if cache else 0)  # a skipped block's is empty
+        x = self.embed(ids, past=max(map(len, cache)) if cache else 0)  # one may be empty
         return self.unembed(self.run(x, 0, self.config.n_layer, cache))
 
     def states(self, ids, stop):
@@ -150,13 +150,13 @@ class GPT2(nn.Module):
         return states
 
     def new_cache(self):
-        """An empty KV cache, one entry for each block; `run` fills it and goes on from it."""
+        """An empty KV cache, one entry for each block; `run` looks at it and adds to it."""
         return [LayerCache() for _ in self.blocks]
 
     def next_logits(self, x, start, cache):
         """x (B, T, C) before block `start` -> logits of the last position, (B, vocab_size).
 
-        The next token needs no other, so in the last block the others only fill the cache.
+        The next token needs none of the others: in the last block they only fill the cache.
         """
         last = self.config.n_layer - 1
         if start <= last:               # else a jump reached the end

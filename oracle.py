@@ -2,9 +2,9 @@
 
     embeddings -> early blocks -> oracle -> late blocks -> logits
 
-PathOracle.hidden is that line. PathOracle.prefill reads a prompt in the same way and leaves a KV
-cache of all blocks, over which the full model, GPT-2 as it is, goes on. Sizes in comments as in
-model.py; a span is a range of S skipped blocks, F the width of its oracle.
+PathOracle.hidden is that line. PathOracle.prefill reads a prompt that way and leaves a KV cache of
+all blocks, with which the full model, GPT-2 as it is, goes on: gpt2(ids, cache). Sizes in comments
+as in model.py; a span is a range() of S skipped blocks, F the width of its oracle.
 """
 
 import torch
@@ -85,7 +85,7 @@ class NoOracle(nn.Module):
 
 
 class PathOracle(nn.Module):
-    """A GPT-2 that jumps over spans of its blocks, one oracle for each; called like GPT2."""
+    """A GPT-2 that jumps over spans of its blocks, one oracle for each."""
 
     def __init__(self, gpt2, spans, oracles):
         super().__init__()
@@ -105,7 +105,7 @@ class PathOracle(nn.Module):
         return self.gpt2.run(x, start, self.gpt2.config.n_layer)        # resume
 
     def prefill(self, ids):
-        """Reads a prompt ids (B, T) -> logits of its last position (B, vocab_size), KV cache.
+        """A prompt ids (B, T) -> logits of its last position (B, vocab_size), and its KV cache.
 
         Raises ValueError for a prompt that is empty or beyond the model's context.
         """
@@ -115,10 +115,10 @@ class PathOracle(nn.Module):
         x, start = self.gpt2.embed(ids), 0
         for span, oracle in zip(self.spans, self.oracles, strict=True):
             x = self.gpt2.run(x, start, span.start, cache)              # run
-            entering = [x, *oracle.states(x)]                           # predict: S + 1 states
-            for i, state in zip(span, entering[:-1], strict=True):
-                self.gpt2.blocks[i].fill(state, cache[i])               # skip, but fill
-            x, start = entering[-1], span.stop
+            states = oracle.states(x)                                   # predict
+            for i, entering in zip(span, [x, *states[:-1]], strict=True):
+                self.gpt2.blocks[i].fill(entering, cache[i])            # skip, but fill
+            x, start = states[-1], span.stop
         return self.gpt2.next_logits(x, start, cache), cache            # resume
 
 
