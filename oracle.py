@@ -26,13 +26,13 @@ class Readout(nn.Module):
         self.up = nn.Linear(dim, n_embd)
         nn.init.zeros_(self.up.weight)          # so an untrained one predicts no change
         nn.init.zeros_(self.up.bias)
-        # of the change in each dimension, set once: one learning rate then fits all of them
+        # deviation of the change in each dimension, set once: one learning rate then fits all
         self.register_buffer("std", torch.ones(n_embd))
         # position 0 holds a huge constant that later tokens attend to (Sun et al. 2024)
         self.pos0 = nn.Parameter(torch.zeros(n_embd))
 
     def forward(self, x, features):
-        """x (B, T, C), features (B, T, F), both from position 0 of the text on -> (B, T, C)"""
+        """x (B, T, C), features (B, T, F), of position 0 and any behind it -> (B, T, C)"""
         y = x * self.scale + self.up(features) * self.std
         y[:, 0] += self.pos0
         return y
@@ -71,7 +71,7 @@ class Oracle(nn.Module):
 
 
 class NoOracle(nn.Module):
-    """What an oracle has to beat: the span's input comes out of it unchanged."""
+    """What an oracle has to beat, and all of one that a path calls: its input comes out of it."""
 
     def __init__(self, n_states):
         super().__init__()
@@ -142,7 +142,7 @@ def distinct_oracles(path):
 
 
 def save_path(file, path, settings, more_tensors):
-    """One safetensors file: the oracles' tensors, and in its metadata all it takes to use them."""
+    """One safetensors file: the oracles' tensors, the settings and the model's fingerprint."""
     tensors = {**distinct_oracles(path).state_dict(), **more_tensors}
     save_oracle(file, tensors, {**settings, "fingerprint": fingerprint(path.gpt2)})
 

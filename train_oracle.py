@@ -57,7 +57,7 @@ def path_loss(path, ids, cos_weight, kl_weight, cache_weight):
     for span, oracle in zip(path.spans, path.oracles, strict=True):
         x = gpt2.run(x, start, span.start)      # behind a jump: what the path makes, not the truth
         features = oracle.features(x)
-        for i, readout in zip(span, oracle.readouts[:-1]):          # noqa: B905
+        for i, readout in zip(span[:-1], oracle.readouts[:-1], strict=True):
             state = readout(x[:, ::STATE_EVERY], features[:, ::STATE_EVERY])
             loss = loss + state_loss(state, true[i + 1][:, ::STATE_EVERY]) / (len(span) - 1)
         x, start = oracle.readouts[-1](x, features), span.stop
@@ -82,7 +82,7 @@ def initialise(path, ids):
     true = path.gpt2.states(ids, path.spans[-1].stop)
     start = path.spans[0].start
     x = true[start]
-    for span, oracle in zip(path.spans, distinct_oracles(path)):        # noqa: B905
+    for span, oracle in zip(path.spans, distinct_oracles(path), strict=False):
         x = path.gpt2.run(x, start, span.start)
         for i, readout in zip(span, oracle.readouts, strict=True):
             change = true[i + 1] - x                                    # (B, T, C)

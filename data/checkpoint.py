@@ -5,7 +5,7 @@ import json
 from data.files import save_tensors
 from data.hub import read_metadata, read_tensors
 
-FORMAT = 2
+FORMAT = 2          # another for files that this code would read wrongly
 
 
 def save_oracle(file, tensors, settings):
