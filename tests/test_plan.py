@@ -87,5 +87,5 @@ def test_it_proposes_what_it_trained_best(tmp_path, monkeypatch, capfd):
     rows = [line.split() for line in out.splitlines() if re.match(r"\d[-,\d]* +\d", line)]
     assert len(rows) == 3 and "rank correlation" in out
     best = min(rows, key=lambda row: float(row[5]))
-    assert out.splitlines()[-1].endswith(f"--skip {best[0]}")
+    assert f"--skip {best[0]} --dim 8" in out.splitlines()[-1]
     assert all(float(row[1].rstrip("%")) <= 80 for row in rows)

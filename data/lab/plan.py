@@ -20,7 +20,7 @@ from data.cli import Parser, command, positive, positive_float, progress, show
 from data.corpus import load_tokens, recall_windows, sample_windows, windows
 from data.measure import flops
 from data.optimizers import new_optimizers
-from data.options import write_skip
+from data.options import fit_to_model, train_options, write_skip
 from eval_ppl import token_losses
 from load_weights import load_gpt2
 from oracle import PathOracle, new_path, no_oracle
@@ -28,8 +28,6 @@ from train_oracle import initialise, train
 
 MAX_SPANS = 4
 FIT, SCORE, JUDGE = 96, 32, 96      # windows to solve on, to score on, to judge the trained on
-SETTINGS = {"blocks": 1, "heads": 4, "shared": False, "cos_weight": 0.5, "kl_weight": 0.6,
-            "cache_weight": 1.0, "batch_size": 4, "lr": 2e-2, "seed": 0, "step": 0}
 COLUMNS = [("skip", "skip", "{}"), ("compute", "path", "{:.1%}"), ("prefill", "prefill", "{:.1%}"),
            ("cheap", "cheap score", "{:.3f}"), ("rank", "rank", "{}"),
            ("trained", "trained", "{:.3f}"),
@@ -149,10 +147,14 @@ def main():
     add("--steps", type=positive, default=300, help="of each of them (%(default)s)")
     args = parser.parse_args()
     gpt2, tokenizer = load_gpt2(args.model)
-    T, heads = min(256, gpt2.config.n_positions), SETTINGS["heads"]
+    settings = {**vars(train_options("").parse_args(["--skip", "0-0"])), "step": 0}
+    heads = settings["heads"]
+    # a little narrower than the default: there are several of them
+    dim = max(1, gpt2.config.n_embd * 5 // 12 // heads) * heads
+    settings |= {"dim": dim, "steps": args.steps}
+    fit_to_model(settings, gpt2.config)
+    T = settings["context"]
     ids, heldout = load_tokens(args.text, tokenizer, T)
-    dim = max(1, gpt2.config.n_embd * 7 // 16 // heads) * heads
-    settings = {**SETTINGS, "context": T, "dim": dim}
     # the plan is made on training text: the held-out text is for the figures of what is chosen
     fit, scored = (sample_windows(ids, n, T, 0, step) for n, step in ((FIT, -2), (SCORE, -3)))
     full, x = no_oracle(gpt2, []), gpt2.embed(ids[None, :T])
@@ -186,8 +188,7 @@ def main():
         torch.manual_seed(0)
         path = new_path(gpt2, {**settings, "skip": row["skip"]})
         initialise(path, sample_windows(ids, 32, T, 0, -1))
-        train(path, ids, {**settings, "steps": args.steps}, new_optimizers(path.oracles),
-              save=lambda: None)
+        train(path, ids, {**settings}, new_optimizers(path.oracles), save=lambda: None)
         row["prefill"] = flops(path.prefill, ids[None, :T]) / flops(full.prefill, ids[None, :T])
         row["trained"], row["path_ratio"], row["ratio"], row["kept"] = judge(path)
     print()
@@ -196,7 +197,8 @@ def main():
         correlation = rank_correlation(*([row[k] for row in chosen] for k in ("cheap", "trained")))
         print(f"rank correlation of the cheap score with the trained: {correlation:.2f}")
     winner = min(chosen, key=lambda row: row["trained"])
-    print(f"python train_oracle.py --model {args.model} --skip {winner['skip']}")
+    print(f"python train_oracle.py --model {args.model} --skip {winner['skip']} "
+          f"--dim {dim}")
 
 
 if __name__ == "__main__":
