@@ -72,10 +72,11 @@ def test_the_readme_quotes_the_code_word_for_word():
     """Its Python blocks with `def hidden` stand in oracle.py, whatever they are indented by."""
     code = [line.strip() for line in (ROOT / "oracle.py").read_text().splitlines()]
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    for block in blocks:
-        if "def hidden" in block:
-            quoted = [line.strip() for line in block.strip().splitlines()]
-            assert any(code[i:i + len(quoted)] == quoted for i in range(len(code))), block
+    quotes = [block for block in blocks if "def hidden" in block]
+    assert quotes
+    for block in quotes:
+        quoted = [line.strip() for line in block.strip().splitlines()]
+        assert any(code[i:i + len(quoted)] == quoted for i in range(len(code))), block
 
 
 def test_ci_runs_the_test_command_of_the_readme():
