@@ -1,6 +1,7 @@
 """The two commands' options, each with its default and its meaning, and the skip pattern."""
 
 import argparse
+import os
 import re
 from pathlib import Path
 
@@ -61,7 +62,9 @@ def eval_arguments(description):
     in the first oracle's training."""
     args = eval_options(description).parse_args()
     own = Path("oracle.safetensors")
-    files = args.oracles or ([own] if own.exists() else sorted(SHIPPED.glob("oracle*.safetensors")))
+    shipped = sorted(SHIPPED.glob("oracle*.safetensors"), key=lambda file: file.stem)
+    files = args.oracles or ([own] if own.exists() else map(os.path.relpath, shipped))
+    files = [Path(file) for file in files]
     args.oracles = {str(file): read_oracle(file)[0] for file in files}
     first = next(iter(args.oracles.values()))
     for name in ("model", "text", "context"):

@@ -25,7 +25,7 @@ from oracle import load_path
 PATTERNS = ["5-6", "3-8", "2-9", "1-10", "1-4,6-9", "1-3,5-7,9-10"]
 SIZES = {"2-9, dim 40": "--skip 2-9 --dim 40", "2-9, dim 168": "--skip 2-9 --dim 168"}
 RUNS = {**{pattern: f"--skip {pattern}" for pattern in PATTERNS}, **SIZES}
-STEPS = 500                 # one short run each
+STEPS = 300                 # one short run each
 ROOT = Path(__file__).parents[2]
 COLUMNS = (("name", "oracle", "{}"), ("compute", "path compute", "{:.1%}"),
            ("bare_ratio", "no oracle", "{:.2f}"), ("ratio", "path ratio", "{:.3f}"),
