@@ -28,7 +28,7 @@ SAVE_EVERY = 30             # seconds
 STATE_EVERY = 8             # positions at which the states for the cache are compared,
 KL_EVERY = 4                # the path's next-token distributions,
 CACHE_EVERY = 2             # and those of the full model over the cache
-KL_FROM, CACHE_FROM = 0.7, 0.7      # shares of the steps before these two join
+KL_FROM, CACHE_FROM = 0.7, 0.5      # shares of the steps before these two join
 
 
 def state_loss(predicted, true):
@@ -48,7 +48,7 @@ def kl_loss(gpt2, x, true):
 def path_loss(path, ids, cos_weight, kl_weight, cache_weight):
     """ids (B, T) -> how far the path is from the full model: in the states where its late blocks
     resume, in those that fill the KV cache, and, by their weights, in next-token distributions:
-    its own (Hinton et al. 2015), and the full model's over the cache of the first half of ids."""
+    its own (Hinton et al. 2015), and the full model's over the cache of three quarters of ids."""
     gpt2, n_layer = path.gpt2, path.gpt2.config.n_layer
     with torch.no_grad():
         true = gpt2.states(ids, n_layer if kl_weight or cache_weight else path.spans[-1].stop)
@@ -67,7 +67,7 @@ def path_loss(path, ids, cos_weight, kl_weight, cache_weight):
         x = gpt2.run(x, start, n_layer)
         loss = loss + kl_weight * kl_loss(gpt2, x[:, ::KL_EVERY], true[-1][:, ::KL_EVERY])
     if cache_weight:
-        prompt = ids.shape[1] // 2
+        prompt = ids.shape[1] * 3 // 4
         _, cache = path.prefill(ids[:, :prompt])
         x = gpt2.run(gpt2.embed(ids[:, prompt:], prompt), 0, n_layer, cache)
         loss = loss + cache_weight * kl_loss(gpt2, x[:, ::CACHE_EVERY],

@@ -91,8 +91,8 @@ def train_options(description):
     add("--cos-weight", type=non_negative, default=0.5, help="of 1 - cosine in the loss")
     add("--kl-weight", type=non_negative, default=0.6, help="of the KL divergence of the path from "
         "the full model, in the last 30%% of the steps")
-    add("--cache-weight", type=non_negative, default=0.3, help="of the KL divergence of the full "
-        "model over the path's cache, in the last 30%% of the steps")
+    add("--cache-weight", type=non_negative, default=1.0, help="of the KL divergence of the full "
+        "model over the path's cache, in the last half of the steps")
     add("--steps", type=positive, default=1500, help="optimizer steps")
     add("--batch-size", type=positive, default=4, help="windows in a step")
     add("--context", type=positive, help="tokens in a window (None: the model's, at most 256)")

@@ -155,7 +155,7 @@ def test_the_terms_of_the_distributions_join_later(run, training, monkeypatch, n
 
     monkeypatch.setattr(train_oracle, "path_loss", look)
     assert run(train_oracle, *training, "--kl-weight", 3, "--cache-weight", 5)[0] == 0
-    value, share = {"kl_weight": (3, 0.7), "cache_weight": (5, 0.7)}[name]
+    value, share = {"kl_weight": (3, 0.7), "cache_weight": (5, 0.5)}[name]
     assert getattr(train_oracle, start) == share
     assert seen == [value if step >= share * STEPS else 0 for step in range(STEPS)]
 
@@ -361,7 +361,7 @@ TRAINING_TROUBLE = [
     (["--resume", "--out", "{oracle}"], "--steps"),
     (["--resume", "--out", "{oracle}", "--skip", "1-2"], "--skip 2-3"),
     (["--resume", "--out", "{oracle}", "--dim", "16"], "--dim 8"),
-    (["--resume", "--out", "{oracle}", "--cache-weight", "2"], "--cache-weight 0.3"),
+    (["--resume", "--out", "{oracle}", "--cache-weight", "2"], "--cache-weight 1.0"),
     (["--resume", "--out", "{oracle}", "--text", "docs"], "--text"),
     (["--resume", "--out", "{oracle}", "--model", "{other}", "--steps", "99"], "another model")]
 EVALUATION_TROUBLE = [
