@@ -119,7 +119,7 @@ def prompt_rows(path, ids, context):
     text = losses_after(path, whole, prompt, reads)
     passage = losses_after(path, recall_windows(ids, context), prompt, reads)
     reads["path throughout"] = lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])
-    reads["no cache in the skipped blocks"] = reads["path throughout"]      # all that this needs
+    reads["no cache in the skipped blocks"] = reads["path throughout"]      # the most it needs
     return prompt_table(text, passage, costs(reads, ids[None, :prompt]))
 
 

@@ -82,12 +82,12 @@ def train_options(description):
     add = parser.add_argument
     add("--skip", default="2-9", help="blocks to skip, counted from 0, as in 2-9 or 1-3,5-7,9-10")
     add("--model", default="data/mini", help="a directory in Hugging Face's GPT-2 layout, or gpt2, "
-        "gpt2-medium, gpt2-large, gpt2-xl, distilgpt2")
+        "gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, owner/name")
     add("--text", default="docs", help="docs (of Python, NumPy and PyTorch), wikitext-2, or a file")
     add("--dim", type=positive, help="width of the oracle (None: 7/16 of the model's)")
     add("--blocks", type=positive, default=1, help="blocks of the oracle")
     add("--heads", type=positive, default=4, help="attention heads of each of them")
-    add("--shared", action="store_true", help="one oracle for all spans, which have one length")
+    add("--shared", action="store_true", help="one oracle for all spans, all of one length")
     add("--cos-weight", type=non_negative, default=0.5, help="of 1 - cosine in the loss")
     add("--kl-weight", type=non_negative, default=0.6, help="of the KL divergence of the path from "
         "the full model, in the last 30%% of the steps")
