@@ -1,4 +1,4 @@
-"""What different skip patterns and oracle sizes cost and save, trained, measured and drawn again:
+"""What different skip patterns cost and save, trained, measured and drawn again:
 
     pip install matplotlib && python -m data.lab.frontier
 
@@ -22,9 +22,7 @@ from eval_ppl import path_rows, prompt_rows
 from load_weights import load_gpt2
 from oracle import load_path
 
-PATTERNS = ["5-6", "3-8", "2-9", "1-10", "1-3,5-7,9-10"]
-SIZES = {"2-9, dim 40": "--skip 2-9 --dim 40", "2-9, dim 168": "--skip 2-9 --dim 168"}
-RUNS = {**{pattern: f"--skip {pattern}" for pattern in PATTERNS}, **SIZES}
+RUNS = {skip: f"--skip {skip}" for skip in ("5-6", "3-8", "2-9", "1-3,5-7,9-10")}
 STEPS = 300                 # one short run each
 ROOT = Path(__file__).parents[2]
 COLUMNS = (("name", "oracle", "{}"), ("compute", "path compute", "{:.1%}"),
@@ -90,8 +88,7 @@ def draw(rows, file):
     from matplotlib import pyplot as plt
     matplotlib.rcParams["svg.hashsalt"] = "pathoracle"          # the same figures, the same file
     kinds = {"one span": ("o-", [row for row in rows if "," not in row["name"]]),
-             "more spans": ("D", [row for row in rows if "," in row["skip"]]),
-             "2-9, another size": ("s", [row for row in rows if row["name"] in SIZES])}
+             "more spans": ("D", [row for row in rows if "," in row["name"]])}
     figure, panels = plt.subplots(1, 3, figsize=(13, 4.2))
     for axes, x, y, across, up, title in zip(
             panels, ("compute", "prefill_compute", "prefill_compute"),
@@ -129,7 +126,7 @@ def main():
     rows = json.loads(figures.read_text()) if figures.exists() else []
     rows = {row["name"]: row for row in rows if row["name"] in RUNS}
     for name, flags in RUNS.items():            # one after the other: a cut loses one at most
-        file = args.out / f"{name.replace(', dim ', '-dim-')}.safetensors"
+        file = args.out / f"{name}.safetensors"
         if not file.exists():
             train(args.model, file, flags.split())
             rows.pop(name, None)
