@@ -35,7 +35,7 @@ def test_linear_oracles_find_a_linear_truth():
     ids = random_ids(4, T, seed=1)
     judge = plan.Judge(gpt2, [ids], [random_ids(4, 30, seed=2)], 24)
     assert_close(path.hidden(ids), no_oracle(gpt2, []).hidden(ids), atol=1e-2, rtol=1e-2)
-    score, own, continuation, _ = judge(path)
+    _, own, continuation, _ = judge(path)
     assert abs(own - 1) < 1e-3 and abs(continuation - 1) < 1e-3
     assert judge(no_oracle(gpt2, spans))[1] > 1.002
 
