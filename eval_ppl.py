@@ -1,8 +1,7 @@
 """What a jump costs, on held-out text:  python eval_ppl.py [ORACLE ...]
 
-The first table sends the whole text through the path. The second sends only the prompt through it
-and lets the full model, GPT-2 as it is, go on over the KV cache that was left: in text, and in a
-passage that stood in the prompt before (recall).
+The first table sends the whole text through the path, the second only a prompt: the full model then
+goes on over the KV cache that was left, in text and in a passage that stood in the prompt (recall).
 """
 
 import data.interrupt  # noqa: F401  isort: skip (first, for Ctrl-C while torch loads)
@@ -46,14 +45,14 @@ def evaluate(paths, ids, context):
             predicted = []                                                  # (B, T, C) of each span
             hooks = [oracle.register_forward_hook(lambda _, x, y, to=predicted: to.append(y))
                      for oracle in dict.fromkeys(path.oracles)]
-            sums[name][0] += token_losses(path(window)[:, :-1], targets).sum()
+            sums[name][0] += token_losses(path(window)[:, :-1], targets).sum().item()
             for hook in hooks:
                 hook.remove()
-            sums[name][1] += 0 if path.spans else window.numel()
+            sums[name][1] += 0 if path.spans else window.numel()    # no jump: cosine 1
             for span, y in zip(path.spans, predicted, strict=True):
                 t, n = true[span.stop], len(path.spans)
-                sums[name][1] += F.cosine_similarity(y, t, dim=-1).sum() / n
-                sums[name][2] += (y - t).square().mean(dim=-1).sum() / n
+                sums[name][1] += F.cosine_similarity(y, t, dim=-1).sum().item() / n
+                sums[name][2] += (y - t).square().mean(dim=-1).sum().item() / n
         scored, seen = scored + targets.numel(), seen + window.numel()
     return {name: {"ppl": (loss / scored).exp().item(), "cosine": (cosine / seen).item(),
                    "mse": (mse / seen).item()} for name, (loss, cosine, mse) in sums.items()}
@@ -62,8 +61,8 @@ def evaluate(paths, ids, context):
 def readers(path, ids):
     """{row: ids (B, T) -> logits (B, V), KV cache}: the ways to read a prompt as long as ids."""
     full, bare = no_oracle(path.gpt2, []), no_oracle(path.gpt2, path.spans)
-    budget = flops(path.prefill, ids)
-    n = bisect_right(range(1, ids.shape[1]), budget, key=lambda n: flops(full.prefill, ids[:, :n]))
+    n = 1 + bisect_right(range(2, ids.shape[1]), flops(path.prefill, ids),      # 1 at least
+                         key=lambda n: flops(full.prefill, ids[:, :n]))
 
     def without_cache(ids):
         logits, cache = path.prefill(ids)
@@ -80,21 +79,23 @@ def readers(path, ids):
 
 
 @torch.no_grad()
-def losses_after(path, batches, prompt, reads):
-    """{row: (windows, T - prompt)}: nats a token of the full model behind a prompt.
-
-    batches: windows (B, T), of which the first `prompt` tokens are read and the others scored. The
-    row "path throughout" is the path's own loss on them.
-    """
-    losses = {name: [] for name in (*reads, "path throughout")}
+def losses_after(gpt2, batches, prompt, reads):
+    """{row: (windows, T - prompt)}: nats a token of the full model behind a prompt, of windows
+    (B, T) whose first `prompt` tokens are read and the others scored."""
+    losses = {name: [] for name in reads}
     for window in progress(batches):
-        inputs, targets = window[:, prompt:-1], window[:, prompt:]
-        losses["path throughout"].append(token_losses(path(window)[:, prompt - 1:-1], targets))
         for name, read in reads.items():
             last, cache = read(window[:, :prompt])                      # (B, V), KV cache
-            logits = torch.cat([last[:, None], path.gpt2(inputs, cache)], dim=1)
-            losses[name].append(token_losses(logits, targets))
+            logits = torch.cat([last[:, None], gpt2(window[:, prompt:-1], cache)], dim=1)
+            losses[name].append(token_losses(logits, window[:, prompt:]))
     return {name: torch.cat(parts) for name, parts in losses.items()}
+
+
+@torch.no_grad()
+def own_losses(path, batches, first):
+    """(windows, T - first): nats a token of the path itself, from the token `first` on."""
+    return torch.cat([token_losses(path(window)[:, first - 1:-1], window[:, first:])
+                      for window in progress(batches)])
 
 
 def path_rows(paths, ids, context):
@@ -116,8 +117,9 @@ def prompt_rows(path, ids, context):
     prompt = context * 3 // 4
     reads = readers(path, ids[None, :prompt])
     whole = [window for window in windows(ids, context) if window.shape[1] == context]
-    text = losses_after(path, whole, prompt, reads)
-    passage = losses_after(path, recall_windows(ids, context), prompt, reads)
+    text, passage = ({**losses_after(path.gpt2, batches, prompt, reads),
+                      "path throughout": own_losses(path, batches, prompt)}
+                     for batches in (whole, recall_windows(ids, context)))
     reads["path throughout"] = lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])
     reads["no cache in the skipped blocks"] = reads["path throughout"]      # the most it needs
     return prompt_table(text, passage, costs(reads, ids[None, :prompt]))

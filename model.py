@@ -59,11 +59,11 @@ class Attention(nn.Module):
         if cache is not None:
             cache.append(k, v)
             k, v = cache.k, cache.v
-        Q, K = q.shape[2], k.shape[2]       # T and P + T
+        new, all_ = q.shape[2], k.shape[2]      # T, P + T
         mask = None
-        if 1 < Q < K:       # is_causal aligns its mask to the top left, so it serves Q = K alone
-            mask = torch.ones(Q, K, dtype=torch.bool, device=q.device).tril(K - Q)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < Q == K)
+        if 1 < new < all_:  # is_causal aligns its mask to the top left, so it serves P = 0 alone
+            mask = torch.ones(new, all_, dtype=torch.bool, device=q.device).tril(all_ - new)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < new == all_)
         return self.c_proj(y.transpose(1, 2).flatten(2))        # (B, H, T, D) -> (B, T, C)
 
     def keys_values(self, x):
@@ -100,7 +100,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
     def fill(self, x, cache):
-        """Leaves the keys and values of x (B, T, C) in the cache: a sixth of the block's work."""
+        """Leaves keys and values of x (B, T, C) in the cache: a sixth of the matrix products."""
         cache.append(*self.attn.keys_values(self.ln_1(x)))
 
 

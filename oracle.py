@@ -71,7 +71,7 @@ class Oracle(nn.Module):
 
 
 class NoOracle(nn.Module):
-    """What an oracle has to beat, and all of one that a path calls: its input comes out of it."""
+    """What an oracle has to beat: its input comes out of it. A path calls no more than this."""
 
     def __init__(self, n_states):
         super().__init__()

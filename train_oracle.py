@@ -25,9 +25,8 @@ from oracle import distinct_oracles, load_path, new_path, save_path
 
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
-STATE_EVERY = 8             # positions at which the states for the cache are compared,
-KL_EVERY = 4                # the path's next-token distributions,
-CACHE_EVERY = 2             # and those of the full model over the cache
+# every n-th position enters: the inner states' error, the path's KL, the KL over the cache
+STATE_EVERY, KL_EVERY, CACHE_EVERY = 8, 4, 2
 KL_FROM, CACHE_FROM = 0.7, 0.5      # shares of the steps before these two join
 
 
@@ -100,7 +99,7 @@ def train(path, ids, settings, optimizers, save):
     report, saved = step_report(first, steps, B * T), time.time()
     with interruptible() as interrupted:            # looked at between steps
         for step in range(first, steps):
-            share = min(1, (step + 1) / WARM_UP, (steps - step) / steps)    # then linearly to zero
+            share = min((step + 1) / WARM_UP, (steps - step) / steps)   # a line down to zero
             loss = path_loss(path, training_windows(ids, B, T, seed, step), settings["cos_weight"],
                              settings["kl_weight"] * (step >= KL_FROM * steps),
                              settings["cache_weight"] * (step >= CACHE_FROM * steps))
@@ -126,8 +125,8 @@ def main():
     settings, out, device, resume, unfinished, old = train_arguments(__doc__)
     gpt2, tokenizer = load_gpt2(settings["model"], device)
     fit_to_model(settings, gpt2.config)
-    context = settings["context"]
-    torch.manual_seed(settings["seed"])
+    context, seed = settings["context"], settings["seed"]
+    torch.manual_seed(seed)
     path = load_path(old, gpt2) if resume else new_path(gpt2, settings).to(device)
     path.oracles.requires_grad_()
     ids, heldout = (ids.to(device) for ids in load_tokens(settings["text"], tokenizer, context))
@@ -135,8 +134,7 @@ def main():
     if resume:
         restore_optimizers(path.oracles, optimizers, read_oracle(old)[1])
     else:
-        B = max(1, 8192 // context)
-        initialise(path, sample_windows(ids, B, context, settings["seed"], step=-1))
+        initialise(path, sample_windows(ids, max(1, 8192 // context), context, seed, step=-1))
 
     def save():
         save_path(unfinished, path, settings, optimizer_tensors(path.oracles, optimizers))

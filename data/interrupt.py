@@ -56,8 +56,8 @@ def interruptible():
         yield came
 
 
-# imported by one of our commands, not by a test or as a library
+# imported by one of our commands, not by a test, as a library or where somebody types
 ROOT = Path(__file__).resolve().parent.parent
-if Path(getattr(sys.modules["__main__"], "__file__", "")).resolve().parent in (
-        ROOT, ROOT / "data" / "lab"):
+main = getattr(sys.modules["__main__"], "__file__", None)
+if main and Path(main).resolve().parent in (ROOT, ROOT / "data" / "lab"):
     install()

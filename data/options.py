@@ -96,7 +96,7 @@ def train_options(description):
     add("--steps", type=positive, default=1500, help="optimizer steps")
     add("--batch-size", type=positive, default=4, help="windows in a step")
     add("--context", type=positive, help="tokens in a window (None: the model's, at most 256)")
-    add("--lr", type=positive_float, default=2e-2, help="peak learning rate")
+    add("--lr", type=positive_float, default=2e-2, help="learning rate, falls to zero")
     add("--seed", type=seed, default=0, help="of weights and windows")
     add("--out", type=Path, default=Path("oracle.safetensors"), help="the file written")
     add("--resume", action="store_true", help="go on with the unfinished run beside --out, or with "

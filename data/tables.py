@@ -15,23 +15,31 @@ def path_table(figures, cost, blocks):
              **cost[name]} for name, its in figures.items()]
 
 
+def recall_loss(losses):
+    """Nats a token of a passage, (windows, tokens), that stood in the prompt; its first sixth only
+    shows that it comes again."""
+    return losses[:, losses.shape[1] // 6:].mean().item()
+
+
+def share_kept(loss, full, nothing):
+    """Of what the full model gains on a passage by its prompt, from losses; None where that is less
+    than half of its loss without one, for then it does not copy."""
+    gain = nothing - full
+    return (nothing - loss) / gain if gain > nothing / 2 else None
+
+
 def prompt_table(text, passage, cost):
     """Losses {row: (windows, tokens)} of what follows a prompt in nats a token, on text and on a
     passage that stood in the prompt, and the cost of each row -> rows, the best first.
-
-    recall is the loss on the passage but for its first sixth; kept the share of what the full model
-    gains there from the prompt, None where that is less than half of its loss without.
     """
-    recall = {name: its[:, its.shape[1] // 6:].mean().item() for name, its in passage.items()}
-    gain = recall["no prompt"] - recall["full model"]
+    recall = {name: recall_loss(its) for name, its in passage.items()}
     rows = []
     for name, its in text.items():
         ppl, early = (part.mean().exp().item() for part in (its, its[:, :16]))
         full, full_early = (part.mean().exp().item()
                             for part in (text["full model"], text["full model"][:, :16]))
-        kept = recall["no prompt"] - recall[name]
+        kept = share_kept(recall[name], recall["full model"], recall["no prompt"])
         rows.append({"path": name, "ppl": ppl, "ratio": ppl / full,
                      "first_16_ppl": early, "first_16_ratio": early / full_early,
-                     "recall": recall[name],
-                     "kept": kept / gain if gain > recall["no prompt"] / 2 else None, **cost[name]})
+                     "recall": recall[name], "kept": kept, **cost[name]})
     return sorted(rows, key=lambda row: row["ppl"])

@@ -120,3 +120,9 @@ def numpy_logits(w, ids, n_head, eps=1e-5, oracles=(), jumped=0, seen=True):
             x = coming.pop(0)
         i += 1
     return layer_norm(x, w, "ln_f", eps) @ w["wte.weight"].T
+
+
+def numpy_losses(logits, targets):
+    """logits (T, V), targets (T,) -> T losses in nats"""
+    logs = log_softmax(logits.double().numpy())
+    return [-logs[t, target] for t, target in enumerate(targets.tolist())]

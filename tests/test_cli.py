@@ -79,6 +79,16 @@ def test_a_signal_at_any_moment_is_one_line_and_status_130(tmp_path, moment, num
     assert {path.name for path in tmp_path.iterdir()} <= {"package", "pipe", "program.py"}
 
 
+@pytest.mark.parametrize("here", [".", "tests"])
+def test_an_interpreter_that_imports_us_keeps_its_own_ctrl_c(here):
+    """Where somebody types, or in a notebook, there is no program file."""
+    code = ("import sys, signal; sys.path.insert(0, sys.argv[1]); import data.interrupt\n"
+            "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+    out = subprocess.run([sys.executable, "-c", code, str(ROOT)], cwd=ROOT / here, text=True,
+                         capture_output=True, timeout=30)
+    assert out.stdout == "True\n", out.stderr
+
+
 @pytest.mark.skipif(os.name != "posix", reason="processes there do not fork")
 def test_a_collection_that_was_killed_leaves_no_processes(tmp_path):
     (tmp_path / "package").mkdir()

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from numpy_gpt2 import log_softmax
+from numpy_gpt2 import numpy_losses
 from tiny import CONFIG, exact_path, random_ids, random_path, reference, tiny_gpt2
 from torch import nn
 from torch.testing import assert_close
@@ -14,7 +14,15 @@ from data.corpus import recall_windows, windows
 from data.measure import flops
 from data.options import parse_skip
 from data.tables import prompt_table
-from eval_ppl import evaluate, losses_after, path_rows, prompt_rows, readers, token_losses
+from eval_ppl import (
+    evaluate,
+    losses_after,
+    own_losses,
+    path_rows,
+    prompt_rows,
+    readers,
+    token_losses,
+)
 from oracle import no_oracle
 
 CLOSE = dict(atol=1e-5, rtol=1e-4)
@@ -23,12 +31,6 @@ CLOSE = dict(atol=1e-5, rtol=1e-4)
 @pytest.fixture
 def gpt2():
     return tiny_gpt2()
-
-
-def numpy_losses(logits, targets):
-    """logits (T, V), targets (T,) -> T losses in nats"""
-    logs = log_softmax(logits.double().numpy())
-    return [-logs[t, target] for t, target in enumerate(targets.tolist())]
 
 
 def numpy_perplexity(path, ids, context):
@@ -146,7 +148,8 @@ def test_rows_of_the_first_table(gpt2):
 def test_losses_after_each_way_to_read_the_prompt(gpt2, skip):
     ids, path, prompt = random_ids(4, 20), random_path(gpt2, skip), 14
     reads = readers(path, ids[:1, :prompt])
-    losses = losses_after(path, ids.split(3), prompt, reads)
+    losses = losses_after(gpt2, ids.split(3), prompt, reads)
+    losses["path throughout"] = own_losses(path, ids.split(3), prompt)
     full, bare = no_oracle(gpt2, []), no_oracle(gpt2, path.spans)
     last, = (name for name in reads if name.startswith("full model, last"))
     n = int(last.split()[3])
@@ -194,7 +197,7 @@ def test_rows_of_the_second_table(gpt2):
         assert rows[name]["ppl"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-3)
         its = reference(path, passage[:20], jumped)[:, 11:-1]
         losses = [numpy_losses(*pair) for pair in zip(its, passage[:20, 12:], strict=True)]
-        batch = losses_after(path, [passage[:20]], 12, {name: readers(path, window[:1, :12])[name]})
+        batch = losses_after(gpt2, [passage[:20]], 12, {name: readers(path, window[:1, :12])[name]})
         assert_close(batch[name].double(), torch.tensor(np.array(losses)), rtol=1e-3, atol=1e-3)
     assert rows["no prompt"]["compute"] < rows["oracle prefill"]["compute"] < 1
     for row in rows.values():           # a random model does not copy

@@ -166,11 +166,12 @@ def test_the_frontier_trains_what_is_missing_and_measures_each(place, run, monke
     monkeypatch.setattr(frontier, "STEPS", 2)
     drawn = []
     monkeypatch.setattr(frontier, "draw", lambda rows, file: drawn.append((rows, file)))
+    monkeypatch.setattr(frontier, "load_pyplot", lambda: None)
     args = "--model", place / "model", "--out", tmp_path
     out = run(frontier, *args)
     rows = json.loads((tmp_path / "frontier.json").read_text())
     assert drawn == [(rows, tmp_path / "frontier.svg")]
-    assert [row["skip"] for row in rows] == ["2-3", "1-2,4-4"]
+    assert [row["name"] for row in rows] == ["2-3", "1-2,4-4"]
     assert 0.5 < rows[1]["compute"] < rows[0]["compute"] < 1
     assert all(row["prefill_compute"] > row["compute"] for row in rows)
     gpt2, tokenizer = load_gpt2(place / "model")
@@ -195,6 +196,13 @@ def test_the_frontier_trains_what_is_missing_and_measures_each(place, run, monke
     assert out.count("python train_oracle.py") == 1 and "9.500" in out
 
 
+def test_the_frontier_needs_matplotlib_from_the_start(place, run, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(frontier, "train", None)
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        run(frontier, "--model", place / "model", "--out", tmp_path)
+
+
 def test_the_frontier_resumes_a_run_that_was_cut(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(frontier.subprocess, "run", lambda command: seen.append(command) or
@@ -210,7 +218,7 @@ def test_the_frontier_resumes_a_run_that_was_cut(monkeypatch, tmp_path):
 
 def test_the_picture_names_every_oracle_and_is_drawn_the_same_twice(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [{"name": name, "skip": name.split(", dim")[0], "compute": 0.3 + 0.05 * i,
+    rows = [{"name": name, "compute": 0.3 + 0.05 * i,
              "ratio": 1 + 0.1 * i, "prefill_compute": 0.4 + 0.05 * i, "prefill_ratio": 1 + 0.02 * i,
              "kept": None if i == 3 else 1 - 0.1 * i} for i, name in enumerate(frontier.RUNS)]
     for name in ("a.svg", "b.svg"):

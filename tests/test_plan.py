@@ -1,11 +1,14 @@
 """data/lab/plan.py: it scores what it says it scores, and ranks by it."""
 
 import argparse
+import math
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
+from numpy_gpt2 import numpy_losses
 from tiny import CONFIG, random_ids, tiny_gpt2, tiny_text, write_checkpoint
 from torch.testing import assert_close
 
@@ -19,6 +22,7 @@ def test_patterns_are_all_there_are():
         "0-0", "1-1", "2-2", "3-3", "0-1", "1-2", "2-3", "0-2", "1-3", "0-3",
         "0-0,2-2", "0-0,3-3", "1-1,3-3", "0-0,2-3", "0-1,3-3"}
     assert max(map(len, plan.patterns(12))) == plan.MAX_SPANS
+    assert sum(1 for _ in plan.patterns(18)) == sum(math.comb(19, 2 * n) for n in (1, 2, 3, 4))
     for spans in plan.patterns(6):
         assert parse_skip(write_skip(spans), 6) == spans
 
@@ -53,12 +57,20 @@ def test_a_linear_oracle_sees_one_token_before_and_none_behind():
 
 def test_the_score_is_the_sum_of_what_is_lost():
     gpt2, full = tiny_gpt2(), no_oracle(tiny_gpt2(), [])
-    judge = plan.Judge(gpt2, [random_ids(4, 32)], [random_ids(4, 30)], 24)
-    assert judge(full) == pytest.approx((0, 1, 1, 1), abs=1e-5)
-    judge.full, judge.nothing, judge.path = [1.0, 2.0], [0.0, 4.0], 3.0
-    text, passage = plan.behind(gpt2, full.prefill, *judge.windows)
-    own = plan.throughout(full, judge.windows[0])
-    assert judge(full)[0] == pytest.approx(own - 3 + text - 1 + (passage - 2) / 2, rel=1e-5)
+    text, passage = random_ids(4, 32), random_ids(4, 30, seed=1)
+    judge = plan.Judge(gpt2, [text], [passage], 24)
+    score, *others, kept = judge(full)
+    assert (score, *others) == pytest.approx((0, 1, 1), abs=1e-5)
+    assert kept is None                                 # a random model does not copy
+    own = [numpy_losses(logits[:-1], ids[1:]) for logits, ids in zip(gpt2(text), text, strict=True)]
+    losses = [numpy_losses(logits[23:-1], ids[24:])
+              for ids, logits in zip(passage, gpt2(passage), strict=True)]
+    its, again = np.mean(own), np.mean(np.array(losses)[:, 1:])     # but for the first of six
+    late = np.mean([row[23:] for row in own])
+    judge.full, judge.nothing = (3.0, 1.0, again - 1), again + 9
+    score, *ratios, kept = judge(full)
+    assert score == pytest.approx(its - 3 + late - 1 + 1 / 10, rel=1e-4)
+    assert (*ratios, kept) == pytest.approx((np.exp(its - 3), np.exp(late - 1), 0.9), rel=1e-4)
 
 
 @pytest.mark.parametrize("a, b, rho", [([1, 2, 3], [10, 20, 90], 1), ([1, 2, 3], [3, 2, 1], -1),
@@ -87,5 +99,15 @@ def test_it_proposes_what_it_trained_best(tmp_path, monkeypatch, capfd):
     rows = [line.split() for line in out.splitlines() if re.match(r"\d[-,\d]* +\d", line)]
     assert len(rows) == 3 and "rank correlation" in out
     best = min(rows, key=lambda row: float(row[5]))
-    assert f"--skip {best[0]} --dim 8" in out.splitlines()[-1]
+    assert f"--text {tmp_path / 'text.txt'} --skip {best[0]} --dim 8" in out.splitlines()[-1]
     assert all(float(row[1].rstrip("%")) <= 80 for row in rows)
+
+
+def test_a_budget_that_nothing_fits_is_one_line(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny_text() * 3, encoding="utf-8")
+    monkeypatch.setattr(plan, "solve", None)            # said before the long work
+    monkeypatch.setattr(sys, "argv", ["plan", "--model", str(tmp_path / "model"), "--text",
+                                      str(tmp_path / "text.txt"), "--budget", "1%"])
+    with pytest.raises(ValueError, match="no pattern has a compute just below --budget 1.0%"):
+        plan.main()

@@ -52,6 +52,6 @@ def test_what_the_prompt_says_is_kept_where_the_model_copies(mini, file):
     path = load_path(file, gpt2)
     reads = readers(path, ids[None, :192])
     reads = {name: reads[name] for name in ("full model", "oracle prefill", "no prompt")}
-    losses = losses_after(path, recall_windows(ids, 256)[:3], 192, reads)
+    losses = losses_after(gpt2, recall_windows(ids, 256)[:3], 192, reads)
     full, its, none = (losses[name][:, 8:].mean() for name in reads)
     assert none - full > none / 2 and (none - its) / (none - full) > 0.9

@@ -18,6 +18,7 @@ from data.checkpoint import read_oracle
 from data.cli import Parser, command, show
 from data.corpus import load_tokens
 from data.files import replace_file
+from data.lab.picture import load_pyplot
 from eval_ppl import path_rows, prompt_rows
 from load_weights import load_gpt2
 from oracle import load_path
@@ -49,10 +50,9 @@ def measure(name, file, gpt2, tokenizer):
     _, bare, jump = path_rows({name: path}, ids, settings["context"])
     prompt = {row["path"]: row for row in prompt_rows(path, ids, settings["context"])}
     prefill = prompt["oracle prefill"]
-    return {"name": name, "skip": settings["skip"], "dim": settings["dim"],
-            "compute": jump["compute"], "ratio": jump["ratio"], "bare_ratio": bare["ratio"],
-            "prefill_compute": prefill["compute"], "prefill_ratio": prefill["ratio"],
-            "kept": prefill["kept"]}
+    return {"name": name, "compute": jump["compute"], "ratio": jump["ratio"],
+            "bare_ratio": bare["ratio"], "prefill_compute": prefill["compute"],
+            "prefill_ratio": prefill["ratio"], "kept": prefill["kept"]}
 
 
 def label(axes, points):
@@ -83,10 +83,7 @@ def label(axes, points):
 
 def draw(rows, file):
     """rows of frontier.json -> a picture: the path, the prefill's continuation, and its recall."""
-    import matplotlib
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-    matplotlib.rcParams["svg.hashsalt"] = "pathoracle"          # the same figures, the same file
+    plt = load_pyplot()
     kinds = {"one span": ("o-", [row for row in rows if "," not in row["name"]]),
              "more spans": ("D", [row for row in rows if "," in row["name"]])}
     figure, panels = plt.subplots(1, 3, figsize=(13, 4.2))
@@ -121,6 +118,7 @@ def main():
     add("--model", default="data/mini", help="a GPT-2 of 12 blocks (%(default)s)")
     add("--out", type=Path, default=Path("frontier"), help="directory (%(default)s)")
     args = parser.parse_args()
+    load_pyplot()
     args.out.mkdir(parents=True, exist_ok=True)
     figures, (gpt2, tokenizer) = args.out / "frontier.json", load_gpt2(args.model)
     rows = json.loads(figures.read_text()) if figures.exists() else []

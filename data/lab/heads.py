@@ -15,6 +15,7 @@ import torch
 
 from data.cli import Parser, command, show
 from data.corpus import load_tokens, sample_windows
+from data.lab.picture import load_pyplot
 from data.options import parse_skip
 from load_weights import load_gpt2
 
@@ -48,13 +49,7 @@ def repeated(vocab_size, length):
 
 def draw(scores, skipped, file):
     """{title: (n_layer, H)} as grids side by side, the skipped blocks framed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--out draws with matplotlib: pip install matplotlib") from None
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "pathoracle"      # the same figures give the same file
-    from matplotlib import pyplot as plt
+    plt = load_pyplot()
     figure, axes = plt.subplots(1, len(scores), figsize=(7.5, 4.5), layout="constrained")
     for ax, (title, its) in zip(axes, scores.items(), strict=True):
         n_layer, n_head = its.shape
@@ -75,6 +70,8 @@ def main():
     parser.add_argument("--out", type=Path, metavar="FILE", help="also draw the scores, as SVG")
     args = parser.parse_args()
 
+    if args.out:
+        load_pyplot()
     gpt2, tokenizer = load_gpt2(args.model)
     config = gpt2.config
     skipped = parse_skip(args.skip, config.n_layer)

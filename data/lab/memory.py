@@ -15,11 +15,11 @@ import torch
 from data.checkpoint import read_oracle
 from data.cli import Parser, command, positive, show
 from data.corpus import load_tokens, windows
-from eval_ppl import losses_after, readers
+from data.options import SHIPPED
+from eval_ppl import losses_after, own_losses, readers
 from load_weights import load_gpt2
 from oracle import load_path
 
-SHIPPED = Path(__file__).parents[1] / "mini" / "oracle.safetensors"
 PROMPTS = 256
 HIT_COLUMNS = [("path", "prompt read by", "{}"), ("hits", "hits", "{:.3f}"),
                ("hits_excess", "excess", "{:+.3f}"), ("others", "others", "{:.3f}"),
@@ -67,7 +67,8 @@ def lookup_rows(path, pairs):
 
 def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("oracles", nargs="*", metavar="ORACLE", type=Path, default=[SHIPPED],
+    parser.add_argument("oracles", nargs="*", metavar="ORACLE", type=Path,
+                        default=[SHIPPED / "oracle.safetensors"],
                         help="files of train_oracle.py (default: the one in data/mini)")
     parser.add_argument("--pairs", type=positive, default=16, help="to look up in (%(default)s)")
     args = parser.parse_args()
@@ -84,7 +85,8 @@ def main():
         ids = load_tokens(settings["text"], tokenizer, context)[1]
         whole = [window for window in windows(ids, context) if window.shape[1] == context]
         hit = torch.cat([hits(window, prompt) for window in whole])     # (windows, T - prompt)
-        losses = losses_after(path, whole, prompt, readers(path, ids[None, :prompt]))
+        losses = losses_after(gpt2, whole, prompt, readers(path, ids[None, :prompt]))
+        losses["path throughout"] = own_losses(path, whole, prompt)
         print(f"{file}: {prompt} tokens of prompt, nats a token of the rest of each window; "
               f"{hit.float().mean():.1%} are hits\n")
         show(hit_rows(losses, hit), HIT_COLUMNS)

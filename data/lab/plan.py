@@ -6,27 +6,30 @@ span and each state behind it, fitted once and shared by all patterns; then the 
 over the cache that they fill, on text and on passages that come again. The score is the sum of what
 the path and the continuation lose, nats a token each, and the share of recall that is lost. The
 best patterns, and some from the whole range to see what the score is worth, are trained for a few
-hundred steps.
+hundred steps. All of it is done on training text, and the score is in nats.
 """
 
 import itertools
 import math
+import random
+import shlex
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from data.cli import Parser, command, positive, positive_float, progress, show
-from data.corpus import load_tokens, recall_windows, sample_windows, windows
+from data.corpus import load_tokens, recall_windows, sample_windows
 from data.measure import flops
 from data.optimizers import new_optimizers
 from data.options import fit_to_model, train_options, write_skip
-from eval_ppl import token_losses
+from data.tables import recall_loss, share_kept
+from eval_ppl import losses_after, own_losses
 from load_weights import load_gpt2
 from oracle import PathOracle, new_path, no_oracle
 from train_oracle import initialise, train
 
-MAX_SPANS = 4
+MAX_SPANS, MOST = 4, 2000            # spans of a pattern, patterns that are scored
 FIT, SCORE, JUDGE = 96, 32, 96      # windows to solve on, to score on, to judge the trained on
 COLUMNS = [("skip", "skip", "{}"), ("compute", "path", "{:.1%}"), ("prefill", "prefill", "{:.1%}"),
            ("cheap", "cheap score", "{:.3f}"), ("rank", "rank", "{}"),
@@ -81,49 +84,37 @@ def solve(gpt2, ids):
 
 def patterns(n_layer):
     """All lists of one to MAX_SPANS ranges of blocks with a block between them."""
-    for kept in itertools.product((True, False), repeat=n_layer):
-        edges = [i for i in range(n_layer + 1)
-                 if (i < n_layer and not kept[i]) != (i > 0 and not kept[i - 1])]
-        if 0 < len(edges) <= 2 * MAX_SPANS:
+    for n in range(1, MAX_SPANS + 1):
+        for edges in itertools.combinations(range(n_layer + 1), 2 * n):
             yield [range(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
-@torch.no_grad()
-def behind(gpt2, read, text, passages, prompt):
-    """Nats a token of the full model behind a prompt: on text, and on passages that come again."""
-    means = []
-    for batches, skip in ((text, 0), (passages, (passages[0].shape[1] - prompt) // 6)):
-        losses = []
-        for window in batches:                                          # (B, T)
-            last, cache = read(window[:, :prompt])
-            logits = torch.cat([last[:, None], gpt2(window[:, prompt:-1], cache)], dim=1)
-            losses.append(token_losses(logits, window[:, prompt:])[:, skip:])
-        means.append(torch.cat(losses).mean().item())
-    return means
-
-
-@torch.no_grad()
-def throughout(path, text):
-    """Nats a token of the path on windows of text."""
-    return torch.cat([token_losses(path(w)[:, :-1], w[:, 1:]) for w in text]).mean().item()
 
 
 class Judge:
     """What a path and its prefill lose, on windows of text and of passages that come again."""
 
     def __init__(self, gpt2, text, passages, prompt):
+        self.gpt2, self.text, self.passages, self.prompt = gpt2, text, passages, prompt
         full = no_oracle(gpt2, [])
-        self.windows, self.path = (text, passages, prompt), throughout(full, text)
-        self.full = behind(gpt2, full.prefill, *self.windows)
-        self.nothing = behind(gpt2, lambda ids: full.prefill(ids[:, -1:]), *self.windows)
+        self.full = self.losses(full)
+        last = losses_after(gpt2, passages, prompt, {"no": lambda ids: full.prefill(ids[:, -1:])})
+        self.nothing = recall_loss(last["no"])
+
+    def losses(self, path):
+        """Nats a token: of the path on text, of the full model behind a prompt that the path read,
+        on text and on a passage of the prompt."""
+        text, passage = (losses_after(self.gpt2, batches, self.prompt, {"it": path.prefill})["it"]
+                         for batches in (self.text, self.passages))
+        own = own_losses(path, self.text, 1).mean().item()
+        return own, text.mean().item(), recall_loss(passage)
 
     def __call__(self, path):
-        """-> score, perplexity ratio of the path, of the continuation, share of recall kept."""
-        own = throughout(path, self.windows[0]) - self.path
-        text, passage = behind(path.gpt2, path.prefill, *self.windows)
-        text, passage = text - self.full[0], passage - self.full[1]
-        lost = passage / (self.nothing[1] - self.full[1])
-        return own + text + lost, math.exp(own), math.exp(text), 1 - lost
+        """-> score, perplexity ratio of the path, of the continuation, share of recall kept (None,
+        and no part of the score, where the model does not copy)."""
+        own, text, passage = self.losses(path)
+        own, text = own - self.full[0], text - self.full[1]
+        kept = share_kept(passage, self.full[2], self.nothing)
+        lost = 0 if kept is None else 1 - kept
+        return own + text + lost, math.exp(own), math.exp(text), kept
 
 
 def percent(text):
@@ -154,22 +145,30 @@ def main():
     settings |= {"dim": dim, "steps": args.steps}
     fit_to_model(settings, gpt2.config)
     T = settings["context"]
-    ids, heldout = load_tokens(args.text, tokenizer, T)
-    # the plan is made on training text: the held-out text is for the figures of what is chosen
-    fit, scored = (sample_windows(ids, n, T, 0, step) for n, step in ((FIT, -2), (SCORE, -3)))
+    ids = load_tokens(args.text, tokenizer, T)[0]       # the held-out text is for what is chosen
+    fit, scored, judged = (sample_windows(ids, n, T, 0, step)
+                           for n, step in ((FIT, -2), (SCORE, -3), (JUDGE, -4)))
+    passages = torch.cat(recall_windows(ids, T))
     full, x = no_oracle(gpt2, []), gpt2.embed(ids[None, :T])
     whole = flops(full.hidden, ids[None, :T])
     # the operations of blocks and oracles add up, so one of each is counted
     a_block = flops(lambda x: gpt2.run(x, 0, 1), x) / whole
     an_oracle = flops(new_path(gpt2, {**settings, "skip": "1-1"}).oracles[0], x) / whole
-    candidates, solutions = [], solve(gpt2, fit)
+    candidates = []
     for spans in patterns(gpt2.config.n_layer):
         run = gpt2.config.n_layer - sum(map(len, spans))
         compute = run * a_block + len(spans) * an_oracle
         if args.budget - a_block < compute <= args.budget:
             candidates.append({"spans": spans, "skip": write_skip(spans), "compute": compute})
     print(f"{len(candidates)} patterns of at most {MAX_SPANS} spans fit", flush=True)
-    judge = Judge(gpt2, scored.split(8), recall_windows(ids, T)[:SCORE // 8], T * 3 // 4)
+    if not candidates:
+        raise ValueError(f"no pattern has a compute just below --budget {args.budget:.1%}: a block "
+                         f"takes {a_block:.1%}, an oracle {an_oracle:.1%}")
+    if len(candidates) > MOST:
+        print(f"{MOST} of them, drawn at random, are scored")
+        candidates = random.Random(0).sample(candidates, MOST)
+    solutions = solve(gpt2, fit)
+    judge = Judge(gpt2, scored.split(8), passages[:SCORE].split(8), T * 3 // 4)
     for row, _ in zip(candidates, progress([scored] * len(candidates), "scoring"), strict=True):
         oracles = [LinearOracle(solutions[span.start], len(span)) for span in row["spans"]]
         row["cheap"] = judge(PathOracle(gpt2, row["spans"], oracles))[0]
@@ -181,8 +180,8 @@ def main():
     places = [*range(best), *(best + (n - 1 - best) * (k + 1) // (args.train - best)
                               for k in range(args.train - best))]
     chosen = [candidates[place] for place in places if place < n]
-    text = [w for w in windows(heldout, T) if w.shape[1] == T][:JUDGE * T // 2048]
-    judge = Judge(gpt2, text, recall_windows(heldout, T)[:JUDGE * T // 2048], T * 3 // 4)
+    passages = passages[SCORE:][:JUDGE].split(8)
+    judge = Judge(gpt2, judged.split(8), passages, T * 3 // 4)
     for row in chosen:
         print(f"\n--skip {row['skip']}", flush=True)
         torch.manual_seed(0)
@@ -197,8 +196,8 @@ def main():
         correlation = rank_correlation(*([row[k] for row in chosen] for k in ("cheap", "trained")))
         print(f"rank correlation of the cheap score with the trained: {correlation:.2f}")
     winner = min(chosen, key=lambda row: row["trained"])
-    print(f"python train_oracle.py --model {args.model} --skip {winner['skip']} "
-          f"--dim {dim}")
+    print(shlex.join(["python", "train_oracle.py", "--model", args.model, "--text", args.text,
+                      "--skip", winner["skip"], "--dim", str(dim)]))
 
 
 if __name__ == "__main__":
