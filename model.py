@@ -59,11 +59,11 @@ class Attention(nn.Module):
         if cache is not None:
             cache.append(k, v)
             k, v = cache.k, cache.v
-        new, all_ = q.shape[2], k.shape[2]      # T, P + T
+        new, total = q.shape[2], k.shape[2]     # T, P + T
         mask = None
-        if 1 < new < all_:  # is_causal aligns its mask to the top left, so it serves P = 0 alone
-            mask = torch.ones(new, all_, dtype=torch.bool, device=q.device).tril(all_ - new)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < new == all_)
+        if 1 < new < total:  # is_causal aligns its mask to the top left, so it serves P = 0 alone
+            mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < new == total)
         return self.c_proj(y.transpose(1, 2).flatten(2))        # (B, H, T, D) -> (B, T, C)
 
     def keys_values(self, x):

@@ -58,6 +58,6 @@ def interruptible():
 
 # imported by one of our commands, not by a test, as a library or where somebody types
 ROOT = Path(__file__).resolve().parent.parent
-main = getattr(sys.modules["__main__"], "__file__", None)
-if main and Path(main).resolve().parent in (ROOT, ROOT / "data" / "lab"):
+program = getattr(sys.modules["__main__"], "__file__", None)
+if program and Path(program).resolve().parent in (ROOT, ROOT / "data" / "lab"):
     install()

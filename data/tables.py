@@ -30,14 +30,12 @@ def share_kept(loss, full, nothing):
 
 def prompt_table(text, passage, cost):
     """Losses {row: (windows, tokens)} of what follows a prompt in nats a token, on text and on a
-    passage that stood in the prompt, and the cost of each row -> rows, the best first.
-    """
+    passage that stood in the prompt, and the cost of each row -> rows, the best first."""
     recall = {name: recall_loss(its) for name, its in passage.items()}
-    rows = []
-    for name, its in text.items():
-        ppl, early = (part.mean().exp().item() for part in (its, its[:, :16]))
-        full, full_early = (part.mean().exp().item()
-                            for part in (text["full model"], text["full model"][:, :16]))
+    ppls = {name: [part.mean().exp().item() for part in (its, its[:, :16])]
+            for name, its in text.items()}
+    rows, (full, full_early) = [], ppls["full model"]
+    for name, (ppl, early) in ppls.items():
         kept = share_kept(recall[name], recall["full model"], recall["no prompt"])
         rows.append({"path": name, "ppl": ppl, "ratio": ppl / full,
                      "first_16_ppl": early, "first_16_ratio": early / full_early,

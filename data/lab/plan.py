@@ -1,12 +1,13 @@
 """Which blocks to skip for a budget of compute:  python -m data.lab.plan --budget 40%
 
-Every pattern of spans that fits gets a cheap score, without training: its oracles are solved in
-closed form, one linear map from a token's state and that of the token before, for each start of a
-span and each state behind it, fitted once and shared by all patterns; then the full model goes on
-over the cache that they fill, on text and on passages that come again. The score is the sum of what
-the path and the continuation lose, nats a token each, and the share of recall that is lost. The
-best patterns, and some from the whole range to see what the score is worth, are trained for a few
-hundred steps. All of it is done on training text, and the score is in nats.
+Every pattern of at most four spans whose compute is less than a block below the budget (2,000 of
+them drawn at random, if there are more) gets a cheap score, without training: its oracles are
+solved in closed form, one linear map from a token's state and that of the token before, for each
+start of a span and each state behind it, fitted once and shared by all patterns; then the full
+model goes on over the cache that they fill, on text and on passages that come again. The score is
+the sum of what the path and the continuation lose, nats a token each, and the share of recall that
+is lost. The best patterns, and some from the whole range to see what the score is worth, are
+trained for a few hundred steps. All of it is done on training text.
 """
 
 import itertools
@@ -177,9 +178,9 @@ def main():
         row["rank"] = rank + 1
     # half of those that are trained are the best, the others lie evenly between them and the worst
     best, n = (args.train + 1) // 2, len(candidates)
-    places = [*range(best), *(best + (n - 1 - best) * (k + 1) // (args.train - best)
-                              for k in range(args.train - best))]
-    chosen = [candidates[place] for place in places if place < n]
+    places = {*range(best), *(best + (n - 1 - best) * (k + 1) // (args.train - best)
+                              for k in range(args.train - best))}
+    chosen = [candidates[place] for place in sorted(places) if place < n]
     passages = passages[SCORE:][:JUDGE].split(8)
     judge = Judge(gpt2, judged.split(8), passages, T * 3 // 4)
     for row in chosen:
