@@ -86,18 +86,19 @@ def test_a_budget_is_a_share(text, share):
         plan.percent("half")
 
 
-def test_it_proposes_what_it_trained_best(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("train, trained", [(3, 3), (20, 15)])      # of 15 patterns that fit
+def test_it_proposes_what_it_trained_best(tmp_path, monkeypatch, capfd, train, trained):
     write_checkpoint(tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny_text() * 3, encoding="utf-8")
     for name in ("FIT", "SCORE", "JUDGE"):
         monkeypatch.setattr(plan, name, 64)
     monkeypatch.setattr(sys, "argv", ["plan", "--model", str(tmp_path / "model"), "--text",
-                                      str(tmp_path / "text.txt"), "--budget", "80%", "--train", "3",
-                                      "--steps", "2"])
+                                      str(tmp_path / "text.txt"), "--budget", "80%",
+                                      "--train", str(train), "--steps", "2"])
     plan.main()
     out = capfd.readouterr().out
     rows = [line.split() for line in out.splitlines() if re.match(r"\d[-,\d]* +\d", line)]
-    assert len(rows) == 3 and "rank correlation" in out
+    assert len(rows) == len({row[0] for row in rows}) == trained and "rank correlation" in out
     best = min(rows, key=lambda row: float(row[5]))
     assert f"--text {tmp_path / 'text.txt'} --skip {best[0]} --dim 8" in out.splitlines()[-1]
     assert all(float(row[1].rstrip("%")) <= 80 for row in rows)
