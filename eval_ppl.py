@@ -60,22 +60,22 @@ def evaluate(paths, ids, context):
 
 def readers(path, ids):
     """{row: ids (B, T) -> logits (B, V), KV cache}: the ways to read a prompt as long as ids."""
-    full, bare = no_oracle(path.gpt2, []), no_oracle(path.gpt2, path.spans)
+    gpt2 = path.gpt2
     n = 1 + bisect_right(range(2, ids.shape[1]), flops(path.prefill, ids),      # 1 at least
-                         key=lambda n: flops(full.prefill, ids[:, :n]))
+                         key=lambda n: flops(gpt2.prefill, ids[:, :n]))
 
     def without_cache(ids):
-        logits, cache = path.prefill(ids)
+        cache = path.fill(ids[:, :-1])
         for span in path.spans:
             cache[span.start:span.stop] = [LayerCache() for _ in span]
-        return logits, cache
+        return gpt2(ids[:, -1:], cache)[:, -1], cache
 
-    return {"full model": full.prefill,
+    return {"full model": gpt2.prefill,
             "oracle prefill": path.prefill,
-            "no oracle": bare.prefill,
+            "no oracle": no_oracle(gpt2, path.spans).prefill,
             "no cache in the skipped blocks": without_cache,
-            f"full model, last {n} tokens": lambda ids: full.prefill(ids[:, -n:]),
-            "no prompt": lambda ids: full.prefill(ids[:, -1:])}
+            f"full model, last {n} tokens": lambda ids: gpt2.prefill(ids[:, -n:]),
+            "no prompt": lambda ids: gpt2.prefill(ids[:, -1:])}
 
 
 @torch.no_grad()
@@ -121,7 +121,6 @@ def prompt_rows(path, ids, context):
                       "path throughout": own_losses(path, batches, prompt)}
                      for batches in (whole, recall_windows(ids, context)))
     reads["path throughout"] = lambda ids: path.gpt2.unembed(path.hidden(ids)[:, -1])
-    reads["no cache in the skipped blocks"] = reads["path throughout"]      # the most it needs
     return prompt_table(text, passage, costs(reads, ids[None, :prompt]))
 
 

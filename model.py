@@ -153,14 +153,10 @@ class GPT2(nn.Module):
         """An empty KV cache, one entry for each block; `run` looks at it and adds to it."""
         return [LayerCache() for _ in self.blocks]
 
-    def next_logits(self, x, start, cache):
-        """x (B, T, C) before block `start` -> logits of the last position, (B, vocab_size).
-
-        The next token needs none of the others: in the last block they only fill the cache.
-        """
-        last = self.config.n_layer - 1
-        if start <= last:               # else a jump reached the end
-            x = self.run(x, start, last, cache)
-            self.blocks[last].fill(x[:, :-1], cache[last])
-            x = self.run(x[:, -1:], last, last + 1, cache)
-        return self.unembed(x[:, -1])
+    def prefill(self, ids):
+        """A prompt ids (B, T) -> logits of its last position (B, vocab_size), and its KV cache. The
+        next token needs no other position: in the last block the others only fill the cache."""
+        cache, last = self.new_cache(), self.config.n_layer - 1
+        x = self.run(self.embed(ids), 0, last, cache)
+        self.blocks[last].fill(x[:, :-1], cache[last])
+        return self.unembed(self.run(x[:, -1:], last, last + 1, cache)[:, -1]), cache

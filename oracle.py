@@ -2,9 +2,8 @@
 
     embeddings -> early blocks -> oracle -> late blocks -> logits
 
-PathOracle.hidden is that line. PathOracle.prefill reads a prompt that way and leaves a KV cache of
-all blocks, with which the full model, GPT-2 as it is, goes on: gpt2(ids, cache). Sizes in comments
-as in model.py; a span is a range() of S skipped blocks, F the width of its oracle.
+PathOracle.hidden is that line; fill leaves a KV cache of all blocks, with which the full model goes
+on. Sizes in comments as in model.py; a span is a range() of S skipped blocks, F its oracle's width.
 """
 
 import torch
@@ -34,7 +33,7 @@ class Readout(nn.Module):
     def forward(self, x, features):
         """x (B, T, C), features (B, T, F), of position 0 and any behind it -> (B, T, C)"""
         y = x * self.scale + self.up(features) * self.std
-        y[:, 0] += self.pos0
+        y[:, :1] += self.pos0
         return y
 
 
@@ -54,7 +53,7 @@ class Oracle(nn.Module):
         """x (B, T, C) from position 0 on -> (B, T, F)"""
         x = self.norm(x)
         # the skipped blocks look at the token before; given it, the oracle need not attend to it
-        before = F.pad(x, (0, 0, 1, -1))                        # (B, T, C), zeros at position 0
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]                 # (B, T, C), zeros at position 0
         x = self.down(torch.cat([x, before], dim=-1))           # (B, T, 2C) -> (B, T, F)
         for block in self.blocks:
             x = block(x)
@@ -104,14 +103,9 @@ class PathOracle(nn.Module):
             start = span.stop                                           # skip
         return self.gpt2.run(x, start, self.gpt2.config.n_layer)        # resume
 
-    def prefill(self, ids):
-        """A prompt ids (B, T) -> logits of its last position (B, vocab_size), and its KV cache.
-
-        Raises ValueError for a prompt that is empty or beyond the model's context.
-        """
-        if ids.shape[1] == 0:
-            raise ValueError("the prompt is empty: it takes at least one token")
-        cache = self.gpt2.new_cache()
+    def fill(self, ids):
+        """ids (B, T) -> their KV cache, of all blocks: from it on the full model can go on."""
+        cache, last = self.gpt2.new_cache(), self.gpt2.config.n_layer - 1
         x, start = self.gpt2.embed(ids), 0
         for span, oracle in zip(self.spans, self.oracles, strict=True):
             x = self.gpt2.run(x, start, span.start, cache)              # run
@@ -119,7 +113,18 @@ class PathOracle(nn.Module):
             for i, entering in zip(span, [x, *states[:-1]], strict=True):
                 self.gpt2.blocks[i].fill(entering, cache[i])            # skip, but fill
             x, start = states[-1], span.stop
-        return self.gpt2.next_logits(x, start, cache), cache            # resume
+        x = self.gpt2.run(x, start, last, cache)                        # resume
+        if start <= last:       # else a jump reached the end
+            self.gpt2.blocks[last].fill(x, cache[last])     # nothing needs its output
+        return cache
+
+    def prefill(self, ids):
+        """A prompt ids (B, T) -> logits of its last position (B, vocab_size), and its KV cache: the
+        full model goes on from the last token. ValueError for no ids, or beyond its context."""
+        if ids.shape[1] == 0:
+            raise ValueError("the prompt is empty: it takes at least one token")
+        cache = self.fill(ids[:, :-1])
+        return self.gpt2(ids[:, -1:], cache)[:, -1], cache
 
 
 def no_oracle(gpt2, spans):

@@ -67,7 +67,7 @@ def path_loss(path, ids, cos_weight, kl_weight, cache_weight):
         loss = loss + kl_weight * kl_loss(gpt2, x[:, ::KL_EVERY], true[-1][:, ::KL_EVERY])
     if cache_weight:
         prompt = ids.shape[1] * 3 // 4
-        _, cache = path.prefill(ids[:, :prompt])
+        cache = path.fill(ids[:, :prompt])
         x = gpt2.run(gpt2.embed(ids[:, prompt:], prompt), 0, n_layer, cache)
         loss = loss + cache_weight * kl_loss(gpt2, x[:, ::CACHE_EVERY],
                                              true[-1][:, prompt::CACHE_EVERY])

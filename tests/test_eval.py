@@ -155,9 +155,9 @@ def test_losses_after_each_way_to_read_the_prompt(gpt2, skip):
     n = int(last.split()[3])
     alone = ids[:, prompt - 1:], ids[:, prompt - n:]    # as if a text began there
     logits = {"full model": reference(full, ids), "path throughout": reference(path, ids),
-              "oracle prefill": reference(path, ids, prompt),
-              "no oracle": reference(bare, ids, prompt),
-              "no cache in the skipped blocks": reference(path, ids, prompt, seen=False),
+              "oracle prefill": reference(path, ids, prompt - 1),
+              "no oracle": reference(bare, ids, prompt - 1),
+              "no cache in the skipped blocks": reference(path, ids, prompt - 1, seen=False),
               "no prompt": reference(full, alone[0]), last: reference(full, alone[1])}
     assert losses.keys() == logits.keys() and 1 < n < prompt
     for name, its in logits.items():
@@ -191,7 +191,7 @@ def test_rows_of_the_second_table(gpt2):
     full = rows["full model"]
     assert full["compute"] == full["speedup"] == full["ratio"] == full["first_16_ratio"] == 1
     window, passage = ids[:80].view(5, 16), torch.cat(recall_windows(ids, 16))
-    for name, jumped in (("full model", 0), ("oracle prefill", 12)):
+    for name, jumped in (("full model", 0), ("oracle prefill", 11)):
         its = reference(path, window, jumped)[:, 11:-1]
         losses = [numpy_losses(*pair) for pair in zip(its, window[:, 12:], strict=True)]
         assert rows[name]["ppl"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-3)
@@ -242,12 +242,13 @@ def test_flops_of_a_layer_a_block_and_a_path(gpt2, T):
     features = 2 * T * 2 * C * F + 2 * T * 8 * F * F + 4 * T * T * F
     readout, fill = 2 * T * F * C, 2 * T * C * 2 * C
     assert flops(path.hidden, ids) == 3 * block + 2 * (features + readout)
-    last = 2 * 10 * C * C + 4 * T * C + fill            # its output for one position alone
-    assert flops(path.prefill, ids) == \
-        2 * block + last + 2 * features + 3 * (readout + fill) + 2 * C * V
-    assert flops(no_oracle(gpt2, []).prefill, ids) == 5 * block + last + 2 * C * V
-    assert flops(no_oracle(gpt2, parse_skip("2-4", 6)).prefill, ids) == \
-        2 * block + last + 3 * fill + 2 * C * V
+    assert flops(path.fill, ids) == 2 * block + fill + 2 * features + 3 * (readout + fill)
+    assert flops(no_oracle(gpt2, parse_skip("2-4", 6)).fill, ids) == 2 * block + 4 * fill
+    one = 2 * 10 * C * C + 4 * T * C                    # an output for one position alone
+    assert flops(gpt2.prefill, ids) == 5 * block + fill + one + 2 * C * V
+    for way in (path, no_oracle(gpt2, [])):             # the last token is the full model's
+        assert flops(way.prefill, ids) == \
+            flops(way.fill, ids[:, :-1]) + 6 * (fill // T + one) + 2 * C * V
 
 
 def test_flops_of_a_backward_pass(gpt2):

@@ -234,7 +234,7 @@ def test_the_picture_names_every_oracle_and_is_drawn_the_same_twice(tmp_path):
 def test_the_formulas_count_what_runs():
     gpt2, ids = tiny_gpt2(), random_ids(1, 32)
     path = new_path(gpt2, {"skip": "1-3", "dim": 8, "blocks": 1, "heads": 2, "shared": False})
-    counted = {"full prefill": flops(no_oracle(gpt2, []).prefill, ids),
+    counted = {"full prefill": flops(gpt2.prefill, ids),
                "path": flops(lambda ids: gpt2.unembed(path.hidden(ids)[:, -1]), ids),
                "oracle prefill": flops(path.prefill, ids)}
     assert {way: sum(its) for way, its in cost.count(CONFIG, 32, 3, 8).items()} == counted
@@ -244,7 +244,7 @@ def test_the_share_of_attention_is_what_an_attention_adds():
     """Without the attentions' products of pairs of tokens, what is left grows with the prompt."""
     for way, (short, pairs, own) in cost.count(CONFIG, 1 << 10, 3, 8).items():
         _, pairs_4, own_4 = cost.count(CONFIG, 1 << 12, 3, 8)[way]
-        assert own_4 == 16 * own and 15.9 < pairs_4 / pairs <= 16 and short > 0
+        assert 15.9 * own <= own_4 <= 16.1 * own and 15.9 < pairs_4 / pairs < 16.1 and short > 0
 
 
 def test_scaling_prints_all_models_and_prompts(run):

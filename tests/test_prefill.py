@@ -1,4 +1,4 @@
-"""PathOracle.prefill: the KV cache that a path leaves, and what the full model makes of it."""
+"""PathOracle.fill and prefill: the KV cache that a path leaves, what the full model makes of it."""
 
 import pytest
 import torch
@@ -45,11 +45,11 @@ def test_exact_states_lead_to_the_full_models_logits(gpt2, ids, skip, pieces):
 
 @pytest.mark.parametrize("skip", [None, *SKIPS])
 def test_without_a_jump_or_error_the_cache_is_the_full_models(gpt2, ids, skip):
-    full = gpt2.new_cache()
+    full, path = gpt2.new_cache(), exact_path(gpt2, skip) if skip else no_oracle(gpt2, [])
     gpt2(ids, full)
-    _, cache = (exact_path(gpt2, skip) if skip else no_oracle(gpt2, [])).prefill(ids)
-    for layer, other in zip(cache, full, strict=True):
-        assert_close((layer.k, layer.v), (other.k, other.v), **CLOSE)
+    for cache in (path.fill(ids), path.prefill(ids)[1]):
+        for layer, other in zip(cache, full, strict=True):
+            assert_close((layer.k, layer.v), (other.k, other.v), **CLOSE)
 
 
 def test_there_is_no_replay(gpt2, ids):
@@ -59,12 +59,12 @@ def test_there_is_no_replay(gpt2, ids):
 
 # ---- against the NumPy reference, for oracles that err ----
 
-@pytest.mark.parametrize("prompt, pieces", [(PROMPT, [3, 1, 6]), (1, [23])])
+@pytest.mark.parametrize("prompt, pieces", [(PROMPT, [3, 1, 6]), (2, [22])])
 @pytest.mark.parametrize("skip, shared", PATHS)
 def test_the_full_model_goes_on_from_predicted_states(gpt2, ids, skip, shared, prompt, pieces):
     path = random_path(gpt2, skip, shared=shared)
     logits = prefilled_logits(path, ids, prompt, pieces)
-    assert_close(logits.double(), reference(path, ids, prompt)[:, prompt - 1:], **ROUGH)
+    assert_close(logits.double(), reference(path, ids, prompt - 1)[:, prompt - 1:], **ROUGH)
     assert not torch.allclose(logits, gpt2(ids)[:, prompt - 1:], atol=0.1)
 
 
@@ -72,13 +72,22 @@ def test_the_full_model_goes_on_from_predicted_states(gpt2, ids, skip, shared, p
 def test_the_full_model_goes_on_where_nothing_was_predicted(gpt2, ids, skip):
     path = no_oracle(gpt2, parse_skip(skip, 6))
     logits = prefilled_logits(path, ids, PROMPT, [10])
-    assert_close(logits.double(), reference(path, ids, PROMPT)[:, PROMPT - 1:], **ROUGH)
+    assert_close(logits.double(), reference(path, ids, PROMPT - 1)[:, PROMPT - 1:], **ROUGH)
 
 
-def test_the_first_logits_are_the_paths(gpt2, ids):
-    for skip, shared in PATHS:
-        path = random_path(gpt2, skip, shared=shared)
-        assert_close(path.prefill(ids)[0], path(ids)[:, -1], **CLOSE)
+@pytest.mark.parametrize("skip, shared", PATHS)
+def test_the_full_model_may_go_on_from_any_token(gpt2, ids, skip, shared):
+    path = random_path(gpt2, skip, shared=shared)
+    for filled in (1, 8, PROMPT):
+        logits = gpt2(ids[:, filled:], path.fill(ids[:, :filled]))
+        assert_close(logits.double(), reference(path, ids, filled)[:, filled:], **ROUGH)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_a_prompt_of_one_token_is_the_full_models(gpt2, ids, skip):
+    logits, cache = random_path(gpt2, skip).prefill(ids[:, :1])
+    assert_close(logits, gpt2(ids[:, :1])[:, -1], **CLOSE)
+    assert [len(layer) for layer in cache] == [1] * 6
 
 
 def test_prompts_of_a_batch_do_not_see_each_other(gpt2, ids):
@@ -93,8 +102,8 @@ def test_prompts_of_a_batch_do_not_see_each_other(gpt2, ids):
 @pytest.mark.parametrize("skip, shared", PATHS)
 def test_the_skipped_blocks_are_filled_with_their_predicted_inputs(gpt2, ids, skip, shared):
     path = random_path(gpt2, skip, shared=shared)
-    logits, cache = path.prefill(ids[:, :PROMPT])
-    assert logits.shape == (2, CONFIG.vocab_size) and len(cache) == 6
+    cache = path.fill(ids[:, :PROMPT])
+    assert len(cache) == 6
     x, inputs = gpt2.embed(ids[:, :PROMPT]), {}
     for i, block in enumerate(gpt2.blocks):
         inputs.setdefault(i, x)
@@ -111,7 +120,7 @@ def test_the_skipped_blocks_are_filled_with_their_predicted_inputs(gpt2, ids, sk
 
 
 def test_the_cache_is_exact_up_to_the_input_of_the_first_skipped_block(gpt2, ids):
-    full, (_, cache) = gpt2.new_cache(), random_path(gpt2, "2-4").prefill(ids)
+    full, cache = gpt2.new_cache(), random_path(gpt2, "2-4").fill(ids)
     gpt2(ids, full)
     for i, (layer, other) in enumerate(zip(cache, full, strict=True)):
         assert torch.allclose(layer.k, other.k, atol=1e-4 if i < 3 else 0.1) == (i < 3)
@@ -120,9 +129,9 @@ def test_the_cache_is_exact_up_to_the_input_of_the_first_skipped_block(gpt2, ids
 @pytest.mark.parametrize("skip, shared", PATHS)
 def test_a_changed_prompt_token_changes_no_earlier_keys_and_values(gpt2, ids, skip, shared):
     path, prompt = random_path(gpt2, skip, shared=shared), ids[:, :PROMPT]
-    _, before = path.prefill(prompt)
+    before = path.fill(prompt)
     for t in range(PROMPT):
-        _, after = path.prefill(changed(prompt, t))
+        after = path.fill(changed(prompt, t))
         for a, b in zip(before, after, strict=True):
             assert_close((a.k[:, :, :t], a.v[:, :, :t]), (b.k[:, :, :t], b.v[:, :, :t]),
                          atol=1e-5, rtol=0)
@@ -131,10 +140,10 @@ def test_a_changed_prompt_token_changes_no_earlier_keys_and_values(gpt2, ids, sk
 
 def test_a_cached_call_leaves_no_trace_in_the_model(gpt2, ids):
     path = random_path(gpt2)
-    before, path_before = gpt2(ids), path(ids)
+    before, path_before, prefill_before = gpt2(ids), path(ids), path.prefill(ids)[0]
     prefilled_logits(path, random_ids(2, LENGTH, seed=1), PROMPT, [10])
     assert torch.equal(gpt2(ids), before) and torch.equal(path(ids), path_before)
-    assert_close(path.prefill(ids)[0], path_before[:, -1], **CLOSE)
+    assert torch.equal(path.prefill(ids)[0], prefill_before)
 
 
 # ---- the ends of the context ----
@@ -172,4 +181,4 @@ def test_greedy_decoding_over_the_cache_equals_recomputation(gpt2, prompt):
     assert torch.equal(decode(gpt2, *no_oracle(gpt2, []).prefill(ids), n), expected)
     path = random_path(gpt2)
     assert torch.equal(decode(gpt2, *path.prefill(ids), n),
-                       greedy(lambda ids: reference(path, ids, prompt), ids, n))
+                       greedy(lambda ids: reference(path, ids, prompt - 1), ids, n))

@@ -19,7 +19,7 @@ from data.measure import flops, milliseconds
 from data.optimizers import new_optimizers
 from data.options import fit_to_model, train_options
 from model import GPT2, GPT2Config
-from oracle import new_path, no_oracle
+from oracle import new_path
 from train_oracle import path_loss
 
 SHAPES = {"mini model": GPT2Config(4096, 256, 192, 12, 6), "GPT-2 Small": GPT2Config()}
@@ -49,7 +49,7 @@ def settings(config, skip):
 def first_token(config, runs):
     """Rows: what reads a prompt as long as the context, until the next token's logits."""
     gpt2 = GPT2(config).requires_grad_(False)
-    ways = {"full prefill": no_oracle(gpt2, []).prefill}
+    ways = {"full prefill": gpt2.prefill}
     for skip in PATTERNS:
         path = new_path(gpt2, settings(config, skip))
         ways[f"path {skip}"] = lambda ids, path=path: gpt2.unembed(path.hidden(ids)[:, -1])
@@ -87,19 +87,20 @@ def training(config, runs):
 def count(config, T, skipped, dim):
     """{way: operations in matrix products, in the blocks' attention, in the oracle's} of a prompt
     of T tokens and one span of `skipped` blocks, as data.measure.flops counts them."""
-    C, n_run = config.n_embd, config.n_layer - skipped
+    C, n, n_run = config.n_embd, config.n_layer, config.n_layer - skipped
     inner = config.n_inner or 4 * C
-    block, attention = 2 * T * (4 * C * C + 2 * C * inner), 4 * T * T * C
-    fill, unembed = 2 * T * 2 * C * C, 2 * C * config.vocab_size
+    block, fill = 2 * (4 * C * C + 2 * C * inner), 2 * 2 * C * C                # of one token
+    oracle, readout = 2 * (2 * C * dim + 8 * dim * dim), 2 * dim * C
+    unembed = 2 * C * config.vocab_size
+    one, pairs, own = 4 * T * C, 4 * T * T * C, 4 * T * T * dim                 # attentions
+    t = T - 1                                   # of an oracle prefill, the last is the full model's
     # a prefill's last block: keys and values of all tokens, the rest of the last one alone
-    last = fill - fill // T + block // T + unembed
-    oracle, own = 2 * T * (2 * C * dim + 8 * dim * dim), 4 * T * T * dim
-    readout = 2 * T * dim * C
-    return {"full prefill": ((config.n_layer - 1) * block + last,
-                             (config.n_layer - 1) * attention + 4 * T * C, 0),
-            "path": (n_run * block + unembed + oracle + readout, n_run * attention, own),
-            "oracle prefill": ((n_run - 1) * block + last + oracle + skipped * (readout + fill),
-                               (n_run - 1) * attention + 4 * T * C, own)}
+    return {"full prefill": ((n - 1) * T * block + t * fill + block + unembed,
+                             (n - 1) * pairs + one, 0),
+            "path": (T * (n_run * block + oracle + readout) + unembed, n_run * pairs, own),
+            "oracle prefill": (t * ((n_run - 1) * block + fill + oracle
+                                    + skipped * (readout + fill)) + n * block + unembed,
+                               (n_run - 1) * 4 * t * t * C + n * one, 4 * t * t * dim)}
 
 
 def scaling():
@@ -108,7 +109,8 @@ def scaling():
     An attention is charged for all pairs of tokens; a kernel that leaves out those that the causal
     mask hides does half of that, in the blocks and in the oracle alike. The KV cache is float16's;
     that of the path is what going on through the path would need, of its blocks and its oracle. A
-    prefill takes only the last token through the last block, the path takes all.
+    prefill takes only the last token through the last block, the path takes all; an oracle prefill
+    takes the last token through all blocks, as the full model does.
     """
     rows = []
     for model, config in LARGE.items():

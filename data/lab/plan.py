@@ -97,7 +97,7 @@ class Judge:
         self.gpt2, self.text, self.passages, self.prompt = gpt2, text, passages, prompt
         full = no_oracle(gpt2, [])
         self.full = self.losses(full)
-        last = losses_after(gpt2, passages, prompt, {"no": lambda ids: full.prefill(ids[:, -1:])})
+        last = losses_after(gpt2, passages, prompt, {"no": lambda ids: gpt2.prefill(ids[:, -1:])})
         self.nothing = recall_loss(last["no"])
 
     def losses(self, path):
@@ -189,7 +189,7 @@ def main():
         path = new_path(gpt2, {**settings, "skip": row["skip"]})
         initialise(path, sample_windows(ids, 32, T, 0, -1))
         train(path, ids, {**settings}, new_optimizers(path.oracles), save=lambda: None)
-        row["prefill"] = flops(path.prefill, ids[None, :T]) / flops(full.prefill, ids[None, :T])
+        row["prefill"] = flops(path.prefill, ids[None, :T]) / flops(gpt2.prefill, ids[None, :T])
         row["trained"], row["path_ratio"], row["ratio"], row["kept"] = judge(path)
     print()
     show(chosen, COLUMNS)
