@@ -58,7 +58,7 @@ def path_loss(path, ids, cos_weight, kl_weight, cache_weight):
         features = oracle.features(x)
         for i, readout in zip(span[:-1], oracle.readouts[:-1], strict=True):
             state = readout(x[:, ::STATE_EVERY], features[:, ::STATE_EVERY])
-            loss = loss + state_loss(state, true[i + 1][:, ::STATE_EVERY]) / (len(span) - 1)
+            loss = loss + state_loss(state, true[i + 1][:, ::STATE_EVERY])
         x, start = oracle.readouts[-1](x, features), span.stop
         cosine = F.cosine_similarity(x, true[start], dim=-1).mean()
         loss = loss + state_loss(x, true[start]) + cos_weight * (1 - cosine)

@@ -261,7 +261,7 @@ def test_the_loss_of_the_states(gpt2):
     path, ids = new_path(gpt2, {**SETTINGS, "skip": "1-3,5-5"}), random_ids(2, 20)
     true = [state.double().numpy() for state in gpt2.states(ids, 6)]
     x = true[1]                                                 # what an untrained oracle predicts
-    between = np.mean([errors(x, t)[:, ::8].mean() for t in true[2:4]])
+    between = np.sum([errors(x, t)[:, ::8].mean() for t in true[2:4]])
     behind = gpt2.blocks[4](torch.from_numpy(x).float()).double().numpy()   # the path's own
     squares = errors(x, true[4]).mean() + between + errors(behind, true[6]).mean()
     assert_close(path_loss(path, ids, 0, 0, 0).item(), squares, **CLOSE)
