@@ -82,7 +82,8 @@ def test_a_signal_at_any_moment_is_one_line_and_status_130(tmp_path, moment, num
 @pytest.mark.parametrize("here", [".", "tests"])
 def test_an_interpreter_that_imports_us_keeps_its_own_ctrl_c(here):
     """Where somebody types, or in a notebook, there is no program file."""
-    code = ("import sys, signal; sys.path.insert(0, sys.argv[1]); import data.interrupt\n"
+    code = ("import sys, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "sys.path.insert(0, sys.argv[1]); import data.interrupt\n"
             "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
     out = subprocess.run([sys.executable, "-c", code, str(ROOT)], cwd=ROOT / here, text=True,
                          capture_output=True, timeout=30)
