@@ -19,7 +19,6 @@ from data.measure import costs, flops
 from data.options import check_context, eval_arguments, write_skip
 from data.tables import PATH_COLUMNS, PROMPT_COLUMNS, path_table, prompt_table
 from load_weights import load_gpt2
-from model import LayerCache
 from oracle import load_path, no_oracle
 
 
@@ -65,9 +64,10 @@ def readers(path, ids):
                          key=lambda n: flops(gpt2.prefill, ids[:, :n]))
 
     def without_cache(ids):
-        cache = path.fill(ids[:, :-1])
-        for span in path.spans:
-            cache[span.start:span.stop] = [LayerCache() for _ in span]
+        cache, skipped = path.prefill(ids)[1], {i for span in path.spans for i in span}
+        for i, layer in enumerate(cache):       # the last token is read again, without them
+            kept = 0 if i in skipped else ids.shape[1] - 1
+            layer.k, layer.v = layer.k[:, :, :kept], layer.v[:, :, :kept]
         return gpt2(ids[:, -1:], cache)[:, -1], cache
 
     return {"full model": gpt2.prefill,

@@ -154,9 +154,16 @@ class GPT2(nn.Module):
         return [LayerCache() for _ in self.blocks]
 
     def prefill(self, ids):
-        """A prompt ids (B, T) -> logits of its last position (B, vocab_size), and its KV cache. The
-        next token needs no other position: in the last block the others only fill the cache."""
-        cache, last = self.new_cache(), self.config.n_layer - 1
-        x = self.run(self.embed(ids), 0, last, cache)
-        self.blocks[last].fill(x[:, :-1], cache[last])
-        return self.unembed(self.run(x[:, -1:], last, last + 1, cache)[:, -1]), cache
+        """A prompt ids (B, T) -> logits of its last position (B, vocab_size), and its KV cache."""
+        cache = self.new_cache()
+        return self.finish(self.embed(ids), 0, cache), cache
+
+    def finish(self, x, start, cache):
+        """Runs a prompt x (B, T, C) from block `start` on -> logits of its last position. The next
+        token needs no other: in the last block the others only leave keys and values."""
+        last = self.config.n_layer - 1
+        x = self.run(x, start, last, cache)
+        if start <= last:                               # else a jump has reached the end
+            self.blocks[last].fill(x[:, :-1], cache[last])
+            x = self.run(x[:, -1:], last, last + 1, cache)
+        return self.unembed(x[:, -1])

@@ -2,8 +2,8 @@
 
     embeddings -> early blocks -> oracle -> late blocks -> logits
 
-PathOracle.hidden is that line; fill leaves a KV cache of all blocks, with which the full model goes
-on. Sizes in comments as in model.py; a span is a range() of S skipped blocks, F its oracle's width.
+PathOracle.hidden is that line; prefill leaves a KV cache of all blocks, with which the full model
+goes on. Sizes in comments as in model.py; a span is a range() of S blocks, F its oracle's width.
 """
 
 import torch
@@ -103,28 +103,23 @@ class PathOracle(nn.Module):
             start = span.stop                                           # skip
         return self.gpt2.run(x, start, self.gpt2.config.n_layer)        # resume
 
-    def fill(self, ids):
-        """ids (B, T) -> their KV cache, of all blocks: from it on the full model can go on."""
-        cache, last = self.gpt2.new_cache(), self.gpt2.config.n_layer - 1
-        x, start = self.gpt2.embed(ids), 0
-        for span, oracle in zip(self.spans, self.oracles, strict=True):
-            x = self.gpt2.run(x, start, span.start, cache)              # run
-            states = oracle.states(x)                                   # predict
-            for i, entering in zip(span, [x, *states[:-1]], strict=True):
-                self.gpt2.blocks[i].fill(entering, cache[i])            # skip, but fill
-            x, start = states[-1], span.stop
-        x = self.gpt2.run(x, start, last, cache)                        # resume
-        if start <= last:       # else a jump reached the end
-            self.gpt2.blocks[last].fill(x, cache[last])     # nothing needs its output
-        return cache
-
     def prefill(self, ids):
-        """A prompt ids (B, T) -> logits of its last position (B, vocab_size), and its KV cache: the
-        full model goes on from the last token. ValueError for no ids, or beyond its context."""
+        """A prompt ids (B, T) -> logits of its last position (B, vocab_size), and its KV cache, of
+        all blocks: the full model can go on. The last token passes every block, over the cache of
+        those before it. ValueError for an empty prompt, or one beyond the model's context."""
         if ids.shape[1] == 0:
             raise ValueError("the prompt is empty: it takes at least one token")
-        cache = self.fill(ids[:, :-1])
-        return self.gpt2(ids[:, -1:], cache)[:, -1], cache
+        gpt2, cache = self.gpt2, self.gpt2.new_cache()
+        x, start = gpt2.embed(ids), 0
+        for span, oracle in zip(self.spans, self.oracles, strict=True):
+            x = gpt2.run(x, start, span.start, cache)                   # run
+            x, last = x[:, :-1], x[:, -1:]
+            states = oracle.states(x)                                   # predict
+            for i, entering in zip(span, [x, *states[:-1]], strict=True):
+                gpt2.blocks[i].fill(entering, cache[i])                 # skip, but fill
+            last = gpt2.run(last, span.start, span.stop, cache)
+            x, start = torch.cat([states[-1], last], dim=1), span.stop
+        return gpt2.finish(x, start, cache), cache                      # resume
 
 
 def no_oracle(gpt2, spans):

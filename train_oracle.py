@@ -25,8 +25,7 @@ from oracle import distinct_oracles, load_path, new_path, save_path
 
 WARM_UP = 50                # steps
 SAVE_EVERY = 30             # seconds
-# every n-th position enters: the inner states' error, the path's KL, the KL over the cache
-STATE_EVERY, KL_EVERY, CACHE_EVERY = 8, 4, 2
+KL_EVERY, CACHE_EVERY = 4, 2        # every n-th position enters: the path's KL, that over the cache
 KL_FROM, CACHE_FROM = 0.7, 0.5      # shares of the steps before these two join
 
 
@@ -45,32 +44,35 @@ def kl_loss(gpt2, x, true):
 
 
 def path_loss(path, ids, cos_weight, kl_weight, cache_weight):
-    """ids (B, T) -> how far the path is from the full model: in the states where its late blocks
-    resume, in those that fill the KV cache, and, by their weights, in next-token distributions:
-    its own (Hinton et al. 2015), and the full model's over the cache of three quarters of ids."""
-    gpt2, n_layer = path.gpt2, path.gpt2.config.n_layer
+    """ids (B, T) -> how far the path is from the full model: in the states behind skipped blocks,
+    and, by their weights, in next-token distributions (Hinton et al. 2015): its own, and the full
+    model's, which reads the last quarter over the cache that the path leaves of what is before."""
+    gpt2, n_layer, T = path.gpt2, path.gpt2.config.n_layer, ids.shape[1]
     with torch.no_grad():
         true = gpt2.states(ids, n_layer if kl_weight or cache_weight else path.spans[-1].stop)
+    jump = T * 3 // 4 if cache_weight else T    # so many tokens jump, the others pass every block
     start, loss = path.spans[0].start, 0
-    x = true[start]                             # the early blocks have run already, for both
+    x = true[start]                             # the early blocks have run already, for all
     for span, oracle in zip(path.spans, path.oracles, strict=True):
         x = gpt2.run(x, start, span.start)      # behind a jump: what the path makes, not the truth
-        features = oracle.features(x)
-        for i, readout in zip(span[:-1], oracle.readouts[:-1], strict=True):
-            state = readout(x[:, ::STATE_EVERY], features[:, ::STATE_EVERY])
-            loss = loss + state_loss(state, true[i + 1][:, ::STATE_EVERY])
-        x, start = oracle.readouts[-1](x, features), span.stop
-        cosine = F.cosine_similarity(x, true[start], dim=-1).mean()
-        loss = loss + state_loss(x, true[start]) + cos_weight * (1 - cosine)
-    if kl_weight:
+        x, rest, start = x[:, :jump], x[:, jump:], span.stop
+        states = oracle.states(x)
+        for i, state in zip(span, states, strict=True):
+            loss = loss + state_loss(state, true[i + 1][:, :jump])
+        cosine = F.cosine_similarity(states[-1], true[start][:, :jump], dim=-1).mean()
+        loss = loss + cos_weight * (1 - cosine)
+        if cache_weight:
+            cache = gpt2.new_cache()
+            for i, entering in zip(span, [x, *states[:-1]], strict=True):
+                gpt2.blocks[i].fill(entering, cache[i])
+            rest = gpt2.run(rest, span.start, start, cache)
+        x = torch.cat([states[-1], rest], dim=1)
+    if kl_weight or cache_weight:
         x = gpt2.run(x, start, n_layer)
-        loss = loss + kl_weight * kl_loss(gpt2, x[:, ::KL_EVERY], true[-1][:, ::KL_EVERY])
-    if cache_weight:
-        prompt = ids.shape[1] * 3 // 4
-        cache = path.fill(ids[:, :prompt])
-        x = gpt2.run(gpt2.embed(ids[:, prompt:], prompt), 0, n_layer, cache)
-        loss = loss + cache_weight * kl_loss(gpt2, x[:, ::CACHE_EVERY],
-                                             true[-1][:, prompt::CACHE_EVERY])
+    for weight, part in ((kl_weight, slice(0, jump, KL_EVERY)),
+                         (cache_weight, slice(jump, T, CACHE_EVERY))):
+        if weight:
+            loss = loss + weight * kl_loss(gpt2, x[:, part], true[-1][:, part])
     return loss
 
 

@@ -242,13 +242,15 @@ def test_flops_of_a_layer_a_block_and_a_path(gpt2, T):
     features = 2 * T * 2 * C * F + 2 * T * 8 * F * F + 4 * T * T * F
     readout, fill = 2 * T * F * C, 2 * T * C * 2 * C
     assert flops(path.hidden, ids) == 3 * block + 2 * (features + readout)
-    assert flops(path.fill, ids) == 2 * block + fill + 2 * features + 3 * (readout + fill)
-    assert flops(no_oracle(gpt2, parse_skip("2-4", 6)).fill, ids) == 2 * block + 4 * fill
     one = 2 * 10 * C * C + 4 * T * C                    # an output for one position alone
     assert flops(gpt2.prefill, ids) == 5 * block + fill + one + 2 * C * V
-    for way in (path, no_oracle(gpt2, [])):             # the last token is the full model's
-        assert flops(way.prefill, ids) == \
-            flops(way.fill, ids[:, :-1]) + 6 * (fill // T + one) + 2 * C * V
+    t = T - 1                                           # tokens that jump
+    features = 2 * t * 2 * C * F + 2 * t * 8 * F * F + 4 * t * t * F
+    skipped = 2 * t * C * 2 * C + 2 * C * 2 * C + one
+    assert flops(path.prefill, ids) == 2 * block + fill + one + 2 * C * V \
+        + 2 * features + 3 * (2 * t * F * C + skipped)
+    assert flops(no_oracle(gpt2, parse_skip("2-4", 6)).prefill, ids) == \
+        2 * block + fill + one + 2 * C * V + 3 * skipped
 
 
 def test_flops_of_a_backward_pass(gpt2):

@@ -1,14 +1,14 @@
-"""data/lab/heads.py and data/lab/memory.py against plain loops and scores known beforehand."""
+"""data/lab/heads.py, memory.py and blame.py against plain loops and scores known beforehand."""
 
 import sys
 
 import numpy as np
 import pytest
 import torch
-from tiny import CONFIG, random_ids, tiny_gpt2, write_checkpoint
+from tiny import CONFIG, random_ids, random_path, tiny_gpt2, write_checkpoint
 from torch.testing import assert_close
 
-from data.lab import heads, memory
+from data.lab import blame, heads, memory
 from model import GPT2, GPT2Config
 from oracle import no_oracle
 
@@ -182,3 +182,31 @@ def test_lookup_rows_are_those_of_one_pass_where_nothing_is_skipped():
     ids, value = memory.lookup_prompts(CONFIG.vocab_size, 4)
     exact = (gpt2(ids)[:, -1].argmax(dim=-1) == value).float().mean().item()
     assert rows["full model"] == rows["oracle prefill"] == rows["path throughout"] == exact
+
+
+# ---- blame ----
+
+@pytest.mark.parametrize("blocks", [[], [3], range(6)])
+def test_the_truth_stands_in_the_blocks_that_were_named(blocks):
+    path, ids = random_path(tiny_gpt2(), "2-4"), random_ids(2, 12)
+    logits, cache = blame.read_with_truth(path, blocks)(ids)
+    true, filled = path.gpt2.prefill(ids)[1], path.prefill(ids)[1]
+    for i, layer in enumerate(cache):
+        wanted = true[i] if i in blocks else filled[i]
+        assert torch.equal(layer.k[:, :, :-1], wanted.k[:, :, :-1])
+        assert torch.equal(layer.v[:, :, :-1], wanted.v[:, :, :-1])
+        assert len(layer) == 12
+    expected = {0: path.prefill, 6: path.gpt2.prefill}
+    if len(blocks) in expected:
+        assert_close(logits, expected[len(blocks)](ids)[0], atol=1e-4, rtol=1e-4)
+    else:
+        for read in expected.values():
+            assert not torch.allclose(logits, read(ids)[0], atol=1e-3)
+
+
+def test_blame_rows_name_each_block_behind_the_first_jump():
+    path, ids = random_path(tiny_gpt2(), "1-3,5-5"), random_ids(4, 16).split(2)
+    rows = {row["path"]: row for row in blame.blame_rows(path, ids, ids, 12)}
+    assert list(rows) == ["none (oracle prefill)", "block 2", "block 3", "block 4", "block 5",
+                          "blocks 1-3"]
+    assert len({row["ratio"] for row in rows.values()}) == len(rows)

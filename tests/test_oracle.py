@@ -257,11 +257,11 @@ def test_the_loss_of_exact_oracles_is_zero(gpt2):
 
 
 def test_the_loss_of_the_states(gpt2):
-    """Those behind the spans, and, at every eighth token, those between."""
+    """Each counts as much, those between the skipped blocks as those behind the spans."""
     path, ids = new_path(gpt2, {**SETTINGS, "skip": "1-3,5-5"}), random_ids(2, 20)
     true = [state.double().numpy() for state in gpt2.states(ids, 6)]
     x = true[1]                                                 # what an untrained oracle predicts
-    between = np.sum([errors(x, t)[:, ::8].mean() for t in true[2:4]])
+    between = sum(errors(x, t).mean() for t in true[2:4])
     behind = gpt2.blocks[4](torch.from_numpy(x).float()).double().numpy()   # the path's own
     squares = errors(x, true[4]).mean() + between + errors(behind, true[6]).mean()
     assert_close(path_loss(path, ids, 0, 0, 0).item(), squares, **CLOSE)
@@ -271,11 +271,11 @@ def test_the_loss_of_the_states(gpt2):
     assert_close(path_loss(path, ids, 0.7, 0, 0).item(), expected, **CLOSE)
 
 
-def kl(path, ids, jumped, first, every):
-    """KL(full model, what the first `jumped` tokens of the path lead to), in NumPy."""
+def kl(path, ids, jumped, at):
+    """KL(full model, what the first `jumped` tokens of the path lead to) at a slice, in NumPy."""
     total = []
     for p, q in zip(reference(path, ids, 0), reference(path, ids, jumped), strict=True):
-        p, q = (log_softmax(logits.numpy()[first::every]) for logits in (p, q))
+        p, q = (log_softmax(logits.numpy()[at]) for logits in (p, q))
         total.append((np.exp(p) * (p - q)).sum(axis=1))
     return np.mean(total)
 
@@ -283,11 +283,15 @@ def kl(path, ids, jumped, first, every):
 @pytest.mark.parametrize("skip, shared", [("2-4", False), ("1-2,4-5", True), ("0-3", False)])
 def test_the_terms_of_the_next_token_distributions(attentive, skip, shared):
     path, ids = random_path(attentive, skip, shared=shared), random_ids(2, 20)
-    states, of_path, of_cache = (path_loss(path, ids, 0.5, *weights).item()
-                                 for weights in ((0, 0), (2, 0), (0, 3)))
-    assert_close((of_path - states) / 2, kl(path, ids, None, 0, 4), rtol=1e-3, atol=1e-4)
-    assert_close((of_cache - states) / 3, kl(path, ids, 15, 15, 2), rtol=1e-3, atol=1e-4)
-    assert kl(path, ids, 15, 15, 2) > 0.05                      # it is not trivial
+    path_kl, cache_kl = slice(None, None, 4), slice(15, None, 2)
+    states, of_path = (path_loss(path, ids, 0.5, weight, 0).item() for weight in (0, 2))
+    assert_close((of_path - states) / 2, kl(path, ids, None, path_kl), rtol=1e-3, atol=1e-4)
+    # with the cache, only the first three quarters of the tokens jump
+    states, of_path = (path_loss(path, ids[:, :15], 0.5, weight, 0).item() for weight in (0, 2))
+    of_cache, both = (path_loss(path, ids, 0.5, weight, 3).item() for weight in (0, 2))
+    assert_close((of_cache - states) / 3, kl(path, ids, 15, cache_kl), rtol=1e-3, atol=1e-4)
+    assert_close(both - of_cache, of_path - states, rtol=1e-3, atol=1e-4)
+    assert kl(path, ids, 15, cache_kl) > 0.05                   # it is not trivial
 
 
 @pytest.mark.parametrize("name", ["readouts.0.up.bias", "readouts.1.scale", "readouts.2.pos0",
@@ -299,13 +303,13 @@ def test_the_gradient_through_the_cache_reaches_the_states_between(attentive, na
     def gradient(cache_weight):
         return torch.autograd.grad(path_loss(path, ids, 0.5, 0, cache_weight), p)[0]
 
-    slope, step = gradient(1) - gradient(0), 1e-3
+    slope, step = gradient(2) - gradient(1), 1e-3
     with torch.no_grad():
         for i in (0, 7):
             ends = []
             for sign in (1, -1):
                 p[i] += sign * step
-                ends.append(kl(path, ids, 15, 15, 2))
+                ends.append(kl(path, ids, 15, slice(15, None, 2)))
                 p[i] -= sign * step
             assert_close(slope[i].item(), (ends[0] - ends[1]) / (2 * step), rtol=2e-2, atol=1e-5)
     assert slope.abs().max() > 1e-4

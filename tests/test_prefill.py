@@ -1,4 +1,4 @@
-"""PathOracle.fill and prefill: the KV cache that a path leaves, what the full model makes of it."""
+"""PathOracle.prefill: the KV cache that a path leaves, and what the full model makes of it."""
 
 import pytest
 import torch
@@ -47,9 +47,8 @@ def test_exact_states_lead_to_the_full_models_logits(gpt2, ids, skip, pieces):
 def test_without_a_jump_or_error_the_cache_is_the_full_models(gpt2, ids, skip):
     full, path = gpt2.new_cache(), exact_path(gpt2, skip) if skip else no_oracle(gpt2, [])
     gpt2(ids, full)
-    for cache in (path.fill(ids), path.prefill(ids)[1]):
-        for layer, other in zip(cache, full, strict=True):
-            assert_close((layer.k, layer.v), (other.k, other.v), **CLOSE)
+    for layer, other in zip(path.prefill(ids)[1], full, strict=True):
+        assert_close((layer.k, layer.v), (other.k, other.v), **CLOSE)
 
 
 def test_there_is_no_replay(gpt2, ids):
@@ -78,9 +77,9 @@ def test_the_full_model_goes_on_where_nothing_was_predicted(gpt2, ids, skip):
 @pytest.mark.parametrize("skip, shared", PATHS)
 def test_the_full_model_may_go_on_from_any_token(gpt2, ids, skip, shared):
     path = random_path(gpt2, skip, shared=shared)
-    for filled in (1, 8, PROMPT):
-        logits = gpt2(ids[:, filled:], path.fill(ids[:, :filled]))
-        assert_close(logits.double(), reference(path, ids, filled)[:, filled:], **ROUGH)
+    for read in (2, 8, PROMPT):
+        logits = gpt2(ids[:, read:], path.prefill(ids[:, :read])[1])
+        assert_close(logits.double(), reference(path, ids, read - 1)[:, read:], **ROUGH)
 
 
 @pytest.mark.parametrize("skip", SKIPS)
@@ -102,7 +101,7 @@ def test_prompts_of_a_batch_do_not_see_each_other(gpt2, ids):
 @pytest.mark.parametrize("skip, shared", PATHS)
 def test_the_skipped_blocks_are_filled_with_their_predicted_inputs(gpt2, ids, skip, shared):
     path = random_path(gpt2, skip, shared=shared)
-    cache = path.fill(ids[:, :PROMPT])
+    cache = path.prefill(ids[:, :PROMPT + 1])[1]
     assert len(cache) == 6
     x, inputs = gpt2.embed(ids[:, :PROMPT]), {}
     for i, block in enumerate(gpt2.blocks):
@@ -114,13 +113,14 @@ def test_the_skipped_blocks_are_filled_with_their_predicted_inputs(gpt2, ids, sk
     for i, (block, layer) in enumerate(zip(gpt2.blocks, cache, strict=True)):
         _, *kv = block.attn.c_attn(block.ln_1(inputs[i])).split(24, dim=-1)
         for wanted, found in zip(kv, (layer.k, layer.v), strict=True):
-            assert_close(found, wanted.view(2, PROMPT, 4, 6).transpose(1, 2), **CLOSE)
-    gpt2(ids[:, PROMPT:PROMPT + 3], cache)
+            wanted = wanted.view(2, PROMPT, 4, 6).transpose(1, 2)
+            assert_close(found[:, :, :PROMPT], wanted, **CLOSE)
+    gpt2(ids[:, PROMPT + 1:PROMPT + 3], cache)
     assert [len(layer) for layer in cache] == [PROMPT + 3] * 6
 
 
 def test_the_cache_is_exact_up_to_the_input_of_the_first_skipped_block(gpt2, ids):
-    full, cache = gpt2.new_cache(), random_path(gpt2, "2-4").fill(ids)
+    full, cache = gpt2.new_cache(), random_path(gpt2, "2-4").prefill(ids)[1]
     gpt2(ids, full)
     for i, (layer, other) in enumerate(zip(cache, full, strict=True)):
         assert torch.allclose(layer.k, other.k, atol=1e-4 if i < 3 else 0.1) == (i < 3)
@@ -129,9 +129,9 @@ def test_the_cache_is_exact_up_to_the_input_of_the_first_skipped_block(gpt2, ids
 @pytest.mark.parametrize("skip, shared", PATHS)
 def test_a_changed_prompt_token_changes_no_earlier_keys_and_values(gpt2, ids, skip, shared):
     path, prompt = random_path(gpt2, skip, shared=shared), ids[:, :PROMPT]
-    before = path.fill(prompt)
+    before = path.prefill(prompt)[1]
     for t in range(PROMPT):
-        after = path.fill(changed(prompt, t))
+        after = path.prefill(changed(prompt, t))[1]
         for a, b in zip(before, after, strict=True):
             assert_close((a.k[:, :, :t], a.v[:, :, :t]), (b.k[:, :, :t], b.v[:, :, :t]),
                          atol=1e-5, rtol=0)

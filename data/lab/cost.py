@@ -93,14 +93,14 @@ def count(config, T, skipped, dim):
     oracle, readout = 2 * (2 * C * dim + 8 * dim * dim), 2 * dim * C
     unembed = 2 * C * config.vocab_size
     one, pairs, own = 4 * T * C, 4 * T * T * C, 4 * T * T * dim                 # attentions
-    t = T - 1                                   # of an oracle prefill, the last is the full model's
+    t = T - 1                                       # tokens that jump in an oracle prefill
     # a prefill's last block: keys and values of all tokens, the rest of the last one alone
-    return {"full prefill": ((n - 1) * T * block + t * fill + block + unembed,
-                             (n - 1) * pairs + one, 0),
+    end = T * fill + block - fill + unembed
+    return {"full prefill": ((n - 1) * T * block + end, (n - 1) * pairs + one, 0),
             "path": (T * (n_run * block + oracle + readout) + unembed, n_run * pairs, own),
-            "oracle prefill": (t * ((n_run - 1) * block + fill + oracle
-                                    + skipped * (readout + fill)) + n * block + unembed,
-                               (n_run - 1) * 4 * t * t * C + n * one, 4 * t * t * dim)}
+            "oracle prefill": ((n_run - 1) * T * block + t * (oracle + skipped * (readout + fill))
+                               + skipped * block + end,
+                               (n_run - 1) * pairs + (skipped + 1) * one, 4 * t * t * dim)}
 
 
 def scaling():
