@@ -99,8 +99,7 @@ def own_losses(path, batches, first):
 
 
 def path_rows(paths, ids, context):
-    """Rows of the first table, for {name: path} of one model: the full model, no oracle once for
-    each pattern, each path."""
+    """Rows of the first table: the full model, no oracle once a pattern, each of {name: path}."""
     gpt2 = next(iter(paths.values())).gpt2
     rows = {"full model": no_oracle(gpt2, [])}
     for name, path in paths.items():

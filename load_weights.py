@@ -19,9 +19,8 @@ def load_gpt2(model, device="cpu"):
 
     The weights are frozen and float32. On the CPU a float32 file is used through its memory map.
 
-    A vocabulary that is padded (to a multiple of 64, say) is cut to the tokenizer's: the other rows
-    of wte are no tokens, so no answer may be one of them. transformers keeps them, in the softmax
-    too: its perplexity is then that of a model that could say them, higher by a hair.
+    A vocabulary that is padded (to a multiple of 64, say) is cut to the tokenizer's: no answer may
+    be one of the other rows of wte. transformers keeps them, in the softmax too.
     """
     directory = find(str(model))
     config = load_config(directory)

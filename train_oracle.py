@@ -23,8 +23,7 @@ from eval_ppl import path_rows
 from load_weights import load_gpt2
 from oracle import distinct_oracles, load_path, new_path, save_path
 
-WARM_UP = 50                # steps
-SAVE_EVERY = 30             # seconds
+WARM_UP, SAVE_EVERY = 50, 30        # steps, seconds
 KL_EVERY, CACHE_EVERY = 4, 2        # every n-th position enters: the path's KL, that over the cache
 KL_FROM, CACHE_FROM = 0.7, 0.5      # shares of the steps before these two join
 
@@ -106,8 +105,7 @@ def train(path, ids, settings, optimizers, save):
                              settings["kl_weight"] * (step >= KL_FROM * steps),
                              settings["cache_weight"] * (step >= CACHE_FROM * steps))
             if not loss.isfinite():
-                raise ValueError(f"the loss became {loss.item()}: --resume with a smaller --lr, or "
-                                 "delete what is saved and train anew")
+                raise ValueError(f"the loss became {loss.item()}: --resume with a smaller --lr")
             loss.backward()
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = settings["lr"] * share
