@@ -24,8 +24,8 @@ from load_weights import load_gpt2
 from oracle import distinct_oracles, load_path, new_path, save_path
 
 WARM_UP, SAVE_EVERY = 50, 30        # steps, seconds
-KL_EVERY, CACHE_EVERY = 4, 2        # every n-th position enters: the path's KL, that over the cache
-KL_FROM, CACHE_FROM = 0.7, 0.5      # shares of the steps before these two join
+KL_EVERY = 4                        # the path's KL: at every n-th position
+KL_FROM, CACHE_FROM = 0.7, 0.5      # shares of the steps before that and the KL over the cache join
 
 
 def state_loss(predicted, true):
@@ -68,8 +68,7 @@ def path_loss(path, ids, cos_weight, kl_weight, cache_weight):
         x = torch.cat([states[-1], rest], dim=1)
     if kl_weight or cache_weight:
         x = gpt2.run(x, start, n_layer)
-    for weight, part in ((kl_weight, slice(0, jump, KL_EVERY)),
-                         (cache_weight, slice(jump, T, CACHE_EVERY))):
+    for weight, part in ((kl_weight, slice(0, jump, KL_EVERY)), (cache_weight, slice(jump, T))):
         if weight:
             loss = loss + weight * kl_loss(gpt2, x[:, part], true[-1][:, part])
     return loss
