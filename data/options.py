@@ -80,7 +80,7 @@ def train_options(description):
     """The parser of train_oracle.py."""
     parser = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--skip", default="2-9", help="blocks to skip, counted from 0, as in 2-9 or 1-3,5-7,9-10")
+    add("--skip", default="2-9", help="blocks to skip, counted from 0, as in 2-9 or 1-3,5-6,8-10")
     add("--model", default="data/mini", help="a directory in Hugging Face's GPT-2 layout, or gpt2, "
         "gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, owner/name")
     add("--text", default="docs", help="docs (of Python, NumPy and PyTorch), wikitext-2, or a file")

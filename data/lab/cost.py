@@ -23,7 +23,7 @@ from oracle import new_path
 from train_oracle import path_loss
 
 SHAPES = {"mini model": GPT2Config(4096, 256, 192, 12, 6), "GPT-2 Small": GPT2Config()}
-PATTERNS = "2-9", "1-3,5-7,9-10"
+PATTERNS = "2-9", "1-3,5-6,8-10"
 LOSSES = {"states": (0.5, 0, 0), "states, cache": (0.5, 0, 1), "states, cache, KL": (0.5, 0.6, 1)}
 TIME_COLUMNS = (("way", "time to first token", "{}"), ("gflop", "GFLOP", "{:.2f}"),
                 ("allowed", "allowed", "{:.2f}x"), ("ms", "ms", "{:.1f}"),
