@@ -24,7 +24,7 @@ from load_weights import load_gpt2
 from oracle import load_path
 
 RUNS = {skip: f"--skip {skip}" for skip in (
-    "5-6", "3-8", "2-9", "1-10", "1-4,6-9", "1-3,5-9", "1-3,5-7,9-10", "1-2,4-5,7-8,10-10")}
+    "5-6", "3-8", "2-9", "1-10", "1-4,6-9", "1-3,5-9", "1-3,5-6,8-10", "1-2,4-5,7-8,10-10")}
 STEPS = 300                 # one short run each
 ROOT = Path(__file__).parents[2]
 COLUMNS = (("name", "oracle", "{}"), ("compute", "path compute", "{:.1%}"),
