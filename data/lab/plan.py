@@ -1,9 +1,9 @@
 """Which blocks to skip for a budget of compute:  python -m data.lab.plan --budget 40%
 
 Every pattern of at most four spans whose compute is less than a block below the budget (2,000 of
-them drawn at random, if there are more) gets a cheap score, without training: its oracles are
-solved in closed form, one linear map from a token's state and that of the token before, for each
-start of a span and each state behind it, fitted once and shared by all patterns; then the full
+them drawn at random, if there are more) gets a cheap score, without a training of its own. One
+oracle is trained for each block that a span may start with, with a readout for every state behind
+it, all of them in one short run; a pattern borrows from them what its spans need. Then the full
 model goes on over the cache that they fill, on text and on passages that come again. The score is
 the sum of what the path and the continuation lose, nats a token each, and the share of recall that
 is lost. The best patterns, and some from the whole range to see what the score is worth, are
@@ -17,21 +17,20 @@ import shlex
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from data.cli import Parser, command, positive, positive_float, progress, show
-from data.corpus import load_tokens, recall_windows, sample_windows
+from data.cli import Parser, command, positive, positive_float, progress, show, step_report
+from data.corpus import load_tokens, recall_windows, sample_windows, training_windows
 from data.measure import flops
 from data.optimizers import new_optimizers
 from data.options import fit_to_model, train_options, write_skip
 from data.tables import recall_loss, share_kept
 from eval_ppl import losses_after, own_losses
 from load_weights import load_gpt2
-from oracle import PathOracle, new_path, no_oracle
-from train_oracle import initialise, train
+from oracle import new_path, no_oracle
+from train_oracle import WARM_UP, initialise, state_loss, train
 
 MAX_SPANS, MOST = 4, 2000            # spans of a pattern, patterns that are scored
-FIT, SCORE, JUDGE = 96, 32, 96      # windows to solve on, to score on, to judge the trained on
+SCORE, JUDGE = 32, 96               # windows to score on, to judge the trained on
 COLUMNS = [("skip", "skip", "{}"), ("compute", "path", "{:.1%}"), ("prefill", "prefill", "{:.1%}"),
            ("cheap", "cheap score", "{:.3f}"), ("rank", "rank", "{}"),
            ("trained", "trained", "{:.3f}"),
@@ -39,48 +38,38 @@ COLUMNS = [("skip", "skip", "{}"), ("compute", "path", "{:.1%}"), ("prefill", "p
            ("kept", "recall kept", "{:.1%}")]
 
 
-class LinearOracle(nn.Module):
-    """The S states behind a span from its input, each one linear map of two tokens' states."""
+def train_starts(gpt2, ids, settings):
+    """1-D ids -> an oracle for each block i: of a span from there to the last block, trained on the
+    full model's states."""
+    n_layer, B, T, steps = gpt2.config.n_layer, *(
+        settings[name] for name in ("batch_size", "context", "steps"))
+    paths = [new_path(gpt2, {**settings, "skip": f"{i}-{n_layer - 1}"}) for i in range(n_layer)]
+    for path in paths:
+        initialise(path, sample_windows(ids, 32, T, 0, -1))
+    oracles = nn.ModuleList(path.oracles[0] for path in paths)
+    optimizers, report = new_optimizers(oracles), step_report(0, steps, B * T)
+    for step in range(steps):
+        with torch.no_grad():
+            true = gpt2.states(training_windows(ids, B, T, 0, step), n_layer)
+        # the logarithm: far states are predicted worse, and would have the features to themselves
+        loss = sum(state_loss(state, true[j + 1]).log() for i, oracle in enumerate(oracles)
+                   for j, state in enumerate(oracle.states(true[i]), start=i))
+        loss.backward()
+        for optimizer in optimizers:
+            share = min((step + 1) / WARM_UP, (steps - step) / steps)
+            optimizer.param_groups[0]["lr"] = settings["lr"] * share
+            optimizer.step()
+            optimizer.zero_grad()
+        report(step + 1, loss)
+    return oracles
 
-    def __init__(self, solution, n_states):
-        super().__init__()
-        self.maps, self.pos0 = (part[:n_states] for part in solution)   # (S, 2C+1, C), (S, C)
 
-    def states(self, x):
-        states = x + torch.einsum("btf,sfc->sbtc", features(x), self.maps)
-        states[:, :, 0] = x[:, 0] + self.pos0[:, None]
-        return list(states)
-
-    def forward(self, x):
-        return self.states(x)[-1]
-
-
-def features(x):
-    """x (B, T, C) -> (B, T, 2C + 1): the normalised state, that of the token before, and 1."""
-    x = F.layer_norm(x, x.shape[-1:])
-    return torch.cat([x, F.pad(x, (0, 0, 1, -1)), torch.ones_like(x[..., :1])], dim=-1)
-
-
-@torch.no_grad()
-def solve(gpt2, ids):
-    """ids (B, T) -> for each block i that a span may start with, the least-squares maps to the
-    changes behind blocks i, i+1, ... (S, 2C+1, C), and the mean changes at position 0, (S, C)."""
-    n_layer, C = gpt2.config.n_layer, gpt2.config.n_embd
-    xx = [0] * n_layer
-    xy, pos0 = [0] * n_layer, [0] * n_layer
-    for batch in progress(ids.split(8), "solving"):
-        true = gpt2.states(batch, n_layer)
-        for i in range(n_layer):
-            f = features(true[i])[:, 1:].flatten(0, 1)                  # (N, 2C + 1)
-            change = torch.stack(true[i + 1:]) - true[i]                # (S, B, T, C)
-            xx[i] = xx[i] + (f.T @ f).double()
-            targets = change[:, :, 1:].flatten(1, 2).transpose(0, 1).flatten(1)     # (N, S * C)
-            xy[i] = xy[i] + (f.T @ targets).double()
-            pos0[i] = pos0[i] + change[:, :, 0].mean(1) * len(batch) / len(ids)
-    ridge = 1e-4 * torch.eye(2 * C + 1, dtype=torch.float64)
-    maps = [torch.linalg.solve(a + ridge * a.trace() / len(a), b).float()
-            for a, b in zip(xx, xy, strict=True)]
-    return [(m.unflatten(1, (-1, C)).transpose(0, 1), p) for m, p in zip(maps, pos0, strict=True)]
+def borrow(path, starts):
+    """The path, its oracles with the tensors of those that were trained for their starts."""
+    for span, oracle in zip(path.spans, path.oracles, strict=True):
+        # not strict: there are readouts for states behind the span, too
+        oracle.load_state_dict(starts[span.start].state_dict(), strict=False)
+    return path
 
 
 def patterns(n_layer):
@@ -147,8 +136,7 @@ def main():
     fit_to_model(settings, gpt2.config)
     T = settings["context"]
     ids = load_tokens(args.text, tokenizer, T)[0]       # the held-out text is for what is chosen
-    fit, scored, judged = (sample_windows(ids, n, T, 0, step)
-                           for n, step in ((FIT, -2), (SCORE, -3), (JUDGE, -4)))
+    scored, judged = sample_windows(ids, SCORE, T, 0, -2), sample_windows(ids, JUDGE, T, 0, -3)
     passages = torch.cat(recall_windows(ids, T))
     full, x = no_oracle(gpt2, []), gpt2.embed(ids[None, :T])
     whole = flops(full.hidden, ids[None, :T])
@@ -168,11 +156,12 @@ def main():
     if len(candidates) > MOST:
         print(f"{MOST} of them, drawn at random, are scored")
         candidates = random.Random(0).sample(candidates, MOST)
-    solutions = solve(gpt2, fit)
+    torch.manual_seed(0)
+    starts = train_starts(gpt2, ids, settings)
     judge = Judge(gpt2, scored.split(8), passages[:SCORE].split(8), T * 3 // 4)
     for row, _ in zip(candidates, progress([scored] * len(candidates), "scoring"), strict=True):
-        oracles = [LinearOracle(solutions[span.start], len(span)) for span in row["spans"]]
-        row["cheap"] = judge(PathOracle(gpt2, row["spans"], oracles))[0]
+        path = borrow(new_path(gpt2, {**settings, "skip": row["skip"]}), starts)
+        row["cheap"] = judge(path)[0]
     candidates.sort(key=lambda row: row["cheap"])
     for rank, row in enumerate(candidates):
         row["rank"] = rank + 1
