@@ -14,6 +14,7 @@ import itertools
 import math
 import random
 import shlex
+import sys
 
 import torch
 from torch import nn
@@ -177,7 +178,8 @@ def main():
         torch.manual_seed(0)
         path = new_path(gpt2, {**settings, "skip": row["skip"]})
         initialise(path, sample_windows(ids, 32, T, 0, -1))
-        train(path, ids, {**settings}, new_optimizers(path.oracles), save=lambda: None)
+        if not train(path, ids, {**settings}, new_optimizers(path.oracles), save=lambda: None):
+            sys.exit(130)
         row["prefill"] = flops(path.prefill, ids[None, :T]) / flops(gpt2.prefill, ids[None, :T])
         row["trained"], row["path_ratio"], row["ratio"], row["kept"] = judge(path)
     print()
