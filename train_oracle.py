@@ -16,7 +16,7 @@ from data.checkpoint import read_oracle
 from data.cli import command, show, step_report
 from data.corpus import load_tokens, sample_windows, training_windows
 from data.interrupt import interruptible
-from data.optimizers import new_optimizers, optimizer_tensors, restore_optimizers
+from data.optimizers import new_optimizers, optimizer_tensors, restore_optimizers, update
 from data.options import fit_to_model, train_arguments
 from data.tables import PATH_COLUMNS
 from eval_ppl import path_rows
@@ -92,6 +92,11 @@ def initialise(path, ids):
         x, start = oracle(x), span.stop
 
 
+def learning_rate(peak, step, steps):
+    """Of one step of `steps`: a line up to the peak, then one down to zero."""
+    return peak * min((step + 1) / WARM_UP, (steps - step) / steps)
+
+
 def train(path, ids, settings, optimizers, save):
     """Steps settings["step"] to ["steps"] on 1-D ids; saves now and then. True if not stopped."""
     first, steps, B, T, seed = (settings[name] for name in
@@ -99,17 +104,13 @@ def train(path, ids, settings, optimizers, save):
     report, saved = step_report(first, steps, B * T), time.time()
     with interruptible() as interrupted:            # looked at between steps
         for step in range(first, steps):
-            share = min((step + 1) / WARM_UP, (steps - step) / steps)   # a line down to zero
             loss = path_loss(path, training_windows(ids, B, T, seed, step), settings["cos_weight"],
                              settings["kl_weight"] * (step >= KL_FROM * steps),
                              settings["cache_weight"] * (step >= CACHE_FROM * steps))
             if not loss.isfinite():
                 raise ValueError(f"the loss became {loss.item()}: --resume with a smaller --lr")
             loss.backward()
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = settings["lr"] * share
-                optimizer.step()
-                optimizer.zero_grad()
+            update(optimizers, learning_rate(settings["lr"], step, steps))
             settings["step"] = step + 1
             report(step + 1, loss)
             if interrupted or time.time() - saved > SAVE_EVERY:

@@ -13,6 +13,14 @@ def new_optimizers(oracles):
             torch.optim.Muon(muon, weight_decay=0.0, ns_steps=3, adjust_lr_fn="match_rms_adamw")]
 
 
+def update(optimizers, lr):
+    """One step of all of them at that learning rate; the gradients are gone then."""
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def optimizer_tensors(module, optimizers):
     """The optimizers' state as named tensors, for a safetensors file: nothing is ever pickled."""
     return {f"optimizer.{key}.{name}": value for name, p in module.named_parameters()

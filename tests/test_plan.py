@@ -110,10 +110,25 @@ def test_it_proposes_what_it_trained_best(tmp_path, monkeypatch, capfd, train, t
     assert all(float(row[1].rstrip("%")) <= 80 for row in rows)
 
 
+def test_a_run_that_is_stopped_ends_all(tmp_path, monkeypatch, capfd):
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny_text() * 3, encoding="utf-8")
+    for name in ("SCORE", "JUDGE"):
+        monkeypatch.setattr(plan, name, 64)
+    monkeypatch.setattr(plan, "train", lambda *_, **__: False)      # as after Ctrl-C
+    monkeypatch.setattr(sys, "argv", ["plan", "--model", str(tmp_path / "model"), "--text",
+                                      str(tmp_path / "text.txt"), "--budget", "80%",
+                                      "--steps", "2"])
+    with pytest.raises(SystemExit) as ended:
+        plan.main()
+    assert ended.value.code == 130
+    assert "python train_oracle.py" not in capfd.readouterr().out
+
+
 def test_a_budget_that_nothing_fits_is_one_line(tmp_path, monkeypatch):
     write_checkpoint(tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny_text() * 3, encoding="utf-8")
-    monkeypatch.setattr(plan, "train_starts", None)            # said before the long work
+    monkeypatch.setattr(plan, "train_starts", None)      # said before the long work
     monkeypatch.setattr(sys, "argv", ["plan", "--model", str(tmp_path / "model"), "--text",
                                       str(tmp_path / "text.txt"), "--budget", "1%"])
     with pytest.raises(ValueError, match="no pattern has a compute just below --budget 1.0%"):

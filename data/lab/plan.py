@@ -1,13 +1,13 @@
 """Which blocks to skip for a budget of compute:  python -m data.lab.plan --budget 40%
 
-Every pattern of at most four spans whose compute is less than a block below the budget (2,000 of
-them drawn at random, if there are more) gets a cheap score, without a training of its own. One
-oracle is trained for each block that a span may start with, with a readout for every state behind
-it, all of them in one short run; a pattern borrows from them what its spans need. Then the full
-model goes on over the cache that they fill, on text and on passages that come again. The score is
-the sum of what the path and the continuation lose, nats a token each, and the share of recall that
-is lost. The best patterns, and some from the whole range to see what the score is worth, are
-trained for a few hundred steps. All of it is done on training text.
+Every pattern of at most four spans whose compute is within the budget, and below it by less than a
+block's (2,000 of them, drawn at random, if there are more), gets a cheap score, without a training
+of its own. One oracle is trained for each block that a span may start with, with a readout for
+every state behind it, all of them in one short run; a pattern borrows from them what its spans
+need. Then the full model goes on over the cache that they fill, on text and on passages that come
+again. The score is the sum of what the path and the continuation lose, nats a token each, and the
+share of recall that is lost. The best patterns, and some from the whole range to see what the score
+is worth, are trained for a few hundred steps. All of it is done on training text.
 """
 
 import itertools
@@ -22,13 +22,13 @@ from torch import nn
 from data.cli import Parser, command, positive, positive_float, progress, show, step_report
 from data.corpus import load_tokens, recall_windows, sample_windows, training_windows
 from data.measure import flops
-from data.optimizers import new_optimizers
+from data.optimizers import new_optimizers, update
 from data.options import fit_to_model, train_options, write_skip
 from data.tables import recall_loss, share_kept
 from eval_ppl import losses_after, own_losses
 from load_weights import load_gpt2
 from oracle import new_path, no_oracle
-from train_oracle import WARM_UP, initialise, state_loss, train
+from train_oracle import initialise, learning_rate, state_loss, train
 
 MAX_SPANS, MOST = 4, 2000            # spans of a pattern, patterns that are scored
 SCORE, JUDGE = 32, 96               # windows to score on, to judge the trained on
@@ -56,11 +56,7 @@ def train_starts(gpt2, ids, settings):
         loss = sum(state_loss(state, true[j + 1]).log() for i, oracle in enumerate(oracles)
                    for j, state in enumerate(oracle.states(true[i]), start=i))
         loss.backward()
-        for optimizer in optimizers:
-            share = min((step + 1) / WARM_UP, (steps - step) / steps)
-            optimizer.param_groups[0]["lr"] = settings["lr"] * share
-            optimizer.step()
-            optimizer.zero_grad()
+        update(optimizers, learning_rate(settings["lr"], step, steps))
         report(step + 1, loss)
     return oracles
 
